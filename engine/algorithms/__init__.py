@@ -1,0 +1,1 @@
+"""Pure functions: tensors in, numbers out."""

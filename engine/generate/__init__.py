@@ -1,0 +1,1 @@
+"""What turns token ids into more token ids."""

@@ -1,0 +1,113 @@
+"""What stages depend on, where something is really swapped: generator, trainer, scorer, weight route."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from engine.types import Batch, Rollout, Segment, SegmentRequest, Task, Version
+
+
+class Generator(Protocol):
+    """Tokens in, tokens out. All methods run on the event loop."""
+
+    async def generate(self, request: SegmentRequest) -> Segment:
+        """Run one request to its end, or until `interrupt`: then it returns what it has, `ended="interrupted"`.
+
+        A request made while interrupted waits for `resume`.
+
+        Raises:
+            GenerationError: the engine died or broke its contract.
+        """
+        ...
+
+    async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
+        """Run all requests as one wave on an empty cache, admitted in the given order before the first token.
+
+        Nothing else may be in flight. The same requests under the same weights give the same tokens.
+        """
+        ...
+
+    async def interrupt(self) -> None:
+        """End every open request with what it has; hold new ones back. Returns once all have ended."""
+        ...
+
+    async def resume(self) -> None:
+        """Undo `interrupt`."""
+        ...
+
+    @property
+    def served_version(self) -> int:
+        """The version whose weights new tokens come from."""
+        ...
+
+    async def close(self) -> None:
+        """Stop, leaving no process behind."""
+        ...
+
+
+class StepResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What one optimizer attempt did. `skipped` is the reason why weights did not change, or empty.
+
+    `metrics` holds the trainer's share of the metrics row, null where it could not be computed.
+    """
+
+    skipped: str = ""
+    metrics: dict[str, float | None] = {}
+
+
+class Trainer(Protocol):
+    """Synchronous; always called from the training thread."""
+
+    @property
+    def version(self) -> int:
+        """Updates applied so far."""
+        ...
+
+    def step(self, batch: Batch) -> StepResult:
+        """One forward, backward and update.
+
+        Raises:
+            TrainingError: five steps in a row were not finite.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write an HF folder that `transformers` and vLLM load as it is; atomic: whole or absent."""
+        ...
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Reward of one rollout and how it came about. `reward` null: no reward could be given (`timed_out`)."""
+
+    reward: float | None
+    extracted: str | None = None
+    parts: dict[str, float] = {}
+    timed_out: bool = False
+
+
+class Scorer(Protocol):
+    """Never blocks the loop."""
+
+    async def score(self, task: Task, rollout: Rollout) -> Score:
+        """Judge one finished rollout by its `text`.
+
+        Raises:
+            ScoringError: the reward function itself failed.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop the workers."""
+        ...
+
+
+class WeightRoute(Protocol):
+    """Brings the trainer's current weights to the engines it serves."""
+
+    async def publish(self, number: int) -> Version:
+        """Make the trainer's weights, as version `number`, what the engines serve. Generators are interrupted."""
+        ...

@@ -1,0 +1,1 @@
+"""From a lease to a scored group."""

@@ -1,0 +1,1 @@
+"""Batches in, updated weights out."""

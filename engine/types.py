@@ -1,0 +1,199 @@
+"""The structs that travel through the pipeline, one per arrow of the drawing in `engine/loop.py`.
+
+    Task -> Lease -> Segment -> Rollout -> Group -> Verdict -> Batch -> Version
+
+Suffixes name shapes: T tokens of one rollout, N tokens of one packed micro-batch, S sequences in it. Arrays are
+numpy with the dtype fixed by the field's type; on the wire and in files they are little-endian bytes (`encode_array`,
+`decode_array`), never lists.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal, get_args
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+StopReason = Literal["stop", "length", "env", "error"]
+Outcome = Literal["completed", "trained", "zero_signal", "stale", "rejected", "timed_out"]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """One chat message: `Message("user", "What is 2 + 3?")`."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One question. The same (env, index, seed) is the same Task for ever.
+
+    `Task(task_id="sums/7", env="sums", index=7, messages=(Message("user", "What is 2 + 3?"),),
+    answer={"answer": "5"}, seed=1)`
+    """
+
+    task_id: str
+    env: str
+    index: int
+    messages: tuple[Message, ...]
+    answer: dict[str, Any]
+    seed: int
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that shapes the sampling distribution, explicit: nothing is read from a model's
+    generation_config.json. Training needs the full distribution, so there is no top-p, top-k or min-p."""
+
+    temperature: float
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Leave to generate one whole group of `group_size` rollouts of one task, on one host.
+
+    `order` is the group's number, given at admission; `served_version` the version served then.
+    """
+
+    lease_id: str
+    order: int
+    task: Task
+    group_size: int
+    sampling: Sampling
+    served_version: int
+    deadline_s: float | None = None
+
+
+class SegmentRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request to the generator: continue `token_ids` (int32[T], prompt and all made so far).
+
+    `temperature` 0 means greedy. Stop strings, if given, end the request once the new text holds one.
+    """
+
+    request_id: str
+    token_ids: Int32
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    stop: tuple[str, ...] = ()
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request made: new tokens only. `version_spans` is [(start, version)], start counted from the first
+    new token. `ended` is the engine's own word: `interrupted` segments are continued by a new request."""
+
+    token_ids: Int32
+    logprobs: Float32
+    version_spans: tuple[tuple[int, int], ...]
+    ended: Literal["stop", "length", "interrupted"]
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence; nothing marks where a prompt ends but `trainable`.
+
+    token_ids int32[T]; trainable bool[T], true on sampled tokens only; logprobs float32[T], the behaviour policy's
+    log-probability under the sampling distribution, 0 where not trainable; version_spans [(start, version)] over
+    token positions; reward null until scored, or when no reward could be given.
+    """
+
+    token_ids: Int32
+    trainable: Bool
+    logprobs: Float32
+    version_spans: tuple[tuple[int, int], ...]
+    stop_reason: StopReason
+    env: str
+    lease_id: str
+    index_in_group: int
+    seed: int
+    branch: int = 0
+    text: str = ""
+    reward: float | None = None
+    reward_parts: dict[str, float] = {}
+    extracted: str | None = None
+    worker: str = ""
+    engine_build: str = ""
+    sampling_digest: str = ""
+    evidence: bytes = b""
+    timings: dict[str, float] = {}
+
+    @property
+    def length(self) -> int:
+        """Sampled tokens."""
+        return int(self.trainable.sum())
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """All rollouts of one lease. Shape is kept: a failed member stays, marked by a null reward."""
+
+    lease: Lease
+    rollouts: tuple[Rollout, ...]
+    admitted_version: int
+    outcome: Outcome = "completed"
+    reason: str = ""
+
+    def oldest_version(self) -> int:
+        """Smallest version of any trainable token; the admitted version when there is none."""
+        return min(
+            (version for rollout in self.rollouts for _, version in rollout.version_spans),
+            default=self.admitted_version,
+        )
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What scoring made of a group: the group with rewards, or a refusal (`accepted` false) with its reason."""
+
+    group: Group
+    accepted: bool = True
+    reason: str = ""
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Whole sequences packed end to end, no padding.
+
+    token_ids, position_ids int32[N]; cu_seqlens int32[S+1], sequence starts and the end; trainable bool[N];
+    logprobs float32[N] (behaviour) and advantages float32[N], both at the position of the token that they judge.
+    """
+
+    token_ids: Int32
+    position_ids: Int32
+    cu_seqlens: Int32
+    trainable: Bool
+    logprobs: Float32
+    advantages: Float32
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """One optimizer step: micro-batches by rank, and the global count that normalises the loss."""
+
+    micro_batches: tuple[tuple[MicroBatch, ...], ...]
+    num_tokens: int
+    temperature: float
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of updates applied and the digest of the weights as they are sent to engines."""
+
+    number: int
+    digest: str
+
+
+def encode_array(value: object) -> object:
+    """msgspec enc_hook: numpy arrays become little-endian bytes."""
+    if isinstance(value, np.ndarray):
+        return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
+    raise NotImplementedError(f"cannot encode {type(value)}")
+
+
+def decode_array(kind: type, value: object) -> object:
+    """msgspec dec_hook: bytes (base64 text in JSON) become a read-only array of the field's dtype."""
+    dtype = get_args(get_args(kind)[1])[0]
+    data = base64.b64decode(value, validate=True) if isinstance(value, str) else value
+    if not isinstance(data, bytes | memoryview):
+        raise ValueError(f"expected array bytes, got {type(value).__name__}")
+    return np.frombuffer(data, dtype=np.dtype(dtype).newbyteorder("<"))

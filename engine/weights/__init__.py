@@ -1,0 +1,1 @@
+"""How a new version reaches the engines."""
