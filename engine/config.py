@@ -7,11 +7,12 @@ Every key is here from the start; a key whose feature is still to come is refuse
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -31,7 +32,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """A table of the config file."""
 
 
-class RunSection(Section, kw_only=True):
+class RunSection(Section, frozen=True, kw_only=True):
     name: str = ""
     """Folder below `dir`; empty: the config's file name and the time."""
     dir: str = "runs"
@@ -42,7 +43,7 @@ class RunSection(Section, kw_only=True):
     """The longest that a stage may make no progress before the run ends with its name."""
 
 
-class ModelSection(Section, kw_only=True):
+class ModelSection(Section, frozen=True, kw_only=True):
     path: str
     dtype: Dtype = "bfloat16"
     """Of exported checkpoints, and of the engine unless `generate.dtype` says otherwise."""
@@ -51,7 +52,7 @@ class ModelSection(Section, kw_only=True):
     lm_head_dtype: Literal["auto", "float32"] = "auto"
 
 
-class TaskSection(Section, kw_only=True):
+class TaskSection(Section, frozen=True, kw_only=True):
     env: str
     name: str = ""
     params: dict[str, Any] = {}
@@ -68,14 +69,14 @@ class TaskSection(Section, kw_only=True):
         return self.name or self.env
 
 
-class RewardSection(Section, kw_only=True):
+class RewardSection(Section, frozen=True, kw_only=True):
     timeout_s: PositiveFloat = 5.0
     memory_mib: Positive = 2048
     workers: Positive = 1
     truncated: Literal["zero", "keep", "mask"] = "keep"
 
 
-class GenerateSection(Section, kw_only=True):
+class GenerateSection(Section, frozen=True, kw_only=True):
     backend: Literal["vllm", "fake", "replay"] = "vllm"
     replay_from: str = ""
     """For `backend = "replay"`: the run folder whose recorded rollouts are served again."""
@@ -96,7 +97,7 @@ class GenerateSection(Section, kw_only=True):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
 
-class ScheduleSection(Section, kw_only=True):
+class ScheduleSection(Section, frozen=True, kw_only=True):
     placement: Literal["time_sliced", "split", "remote"] = "time_sliced"
     cores: str = ""
     groups_per_step: Positive = 8
@@ -108,7 +109,7 @@ class ScheduleSection(Section, kw_only=True):
     refill: bool = False
 
 
-class AlgorithmSection(Section, kw_only=True):
+class AlgorithmSection(Section, frozen=True, kw_only=True):
     preset: Literal["cispo", "ppo_clip", "reinforce_is", "dppo", "m2po", "decoupled_ppo"] = "cispo"
     ratio: Literal["", "behaviour", "proximal", "none"] = ""
     level: Literal["", "token", "sequence"] = ""
@@ -123,7 +124,7 @@ class AlgorithmSection(Section, kw_only=True):
     breaker: dict[str, float] = {}
 
 
-class TrainSection(Section, kw_only=True):
+class TrainSection(Section, frozen=True, kw_only=True):
     lr: PositiveFloat = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NotNegative = 0
@@ -142,12 +143,12 @@ class TrainSection(Section, kw_only=True):
     lora: dict[str, Any] = {}
 
 
-class WeightsSection(Section, kw_only=True):
+class WeightsSection(Section, frozen=True, kw_only=True):
     hosts: Literal["broadcast", "pull"] = "broadcast"
     keep: Positive = 2
 
 
-class NetSection(Section, kw_only=True):
+class NetSection(Section, frozen=True, kw_only=True):
     bind: str = ""
     join: str = ""
     identity: str = ""
@@ -159,7 +160,7 @@ class NetSection(Section, kw_only=True):
     max_frame_mib: Positive = 64
 
 
-class EvalsSection(Section, kw_only=True):
+class EvalsSection(Section, frozen=True, kw_only=True):
     every: NotNegative = 0
     """Steps between evaluations; the first and the last version are evaluated too. 0: none."""
     suites: tuple[str, ...] = ("held_out",)
@@ -168,7 +169,7 @@ class EvalsSection(Section, kw_only=True):
     temperature: PositiveFloat = 1.0
 
 
-class CheckpointSection(Section, kw_only=True):
+class CheckpointSection(Section, frozen=True, kw_only=True):
     every: NotNegative = 0
     """Steps between checkpoints; one is always written at the end. 0: only that one."""
     keep: NotNegative = 0
@@ -176,7 +177,7 @@ class CheckpointSection(Section, kw_only=True):
     hf_every: NotNegative = 0
 
 
-class ProfileSection(Section, kw_only=True):
+class ProfileSection(Section, frozen=True, kw_only=True):
     nvml_hz: NotNegativeFloat = 0.0
     torch_steps: tuple[NotNegative, ...] = ()
     ranks: tuple[NotNegative, ...] = ()
@@ -184,7 +185,7 @@ class ProfileSection(Section, kw_only=True):
     prometheus_port: NotNegative = 0
 
 
-class ObserveSection(Section, kw_only=True):
+class ObserveSection(Section, frozen=True, kw_only=True):
     terminal: Literal["auto", "rich", "plain", "off"] = "auto"
     tensorboard: bool = True
     wandb: bool = False
@@ -192,7 +193,7 @@ class ObserveSection(Section, kw_only=True):
     """Completions shown on the terminal after each step."""
 
 
-class Config(Section, kw_only=True):
+class Config(Section, frozen=True, kw_only=True):
     """A whole run."""
 
     run: RunSection
@@ -295,7 +296,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
             "--config", value=str(path), limit=f"cannot be read ({error.strerror})", remedy="see configs/ for files"
         ) from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError("--config", value=str(path), limit=f"is not TOML: {error}", remedy="mend that line") from error
+        raise ConfigError(
+            "--config", value=str(path), limit=f"is not TOML: {error}", remedy="mend that line"
+        ) from error
     for override in overrides:
         _apply(raw, override)
     config = _convert(raw)
@@ -317,7 +320,7 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text
     here: Any = raw
-    for part, following in zip(parts[:-1], parts[1:], strict=True):
+    for part, following in itertools.pairwise(parts):
         if isinstance(here, list):
             if not part.isdigit() or int(part) >= len(here):
                 raise ConfigError(key, value=value, limit=f"there are {len(here)} entries, counted from 0",
@@ -338,24 +341,38 @@ def _convert(raw: dict[str, Any]) -> Config:
     except msgspec.ValidationError as error:
         message = str(error)
     limit, _, where = message.partition(" - at `$")
-    path = where.rstrip("`").lstrip(".")
-    missing = re.search(r"missing required field `(\w+)`", limit)
+    path = re.sub(r"\[(\d+)\]", r".\1", where.rstrip("`").lstrip(".")).removesuffix("[...]")
+    missing = re.search(r"missing required field `(.*)`", limit)
     if missing:
         full = ".".join(filter(None, (path, missing[1])))
         raise ConfigError(full, value=None, limit="is required", remedy=f"set {full} in the file or as an override")
-    unknown = re.search(r"unknown field `(\w+)`", limit)
+    unknown = re.search(r"unknown field `(.*)`", limit)
     if unknown:
         raise _unknown_key(raw, path, unknown[1])
-    raise ConfigError(path, value=_lookup(raw, path), limit=limit, remedy="docs/config.md lists every key and its range")
+    raise ConfigError(path, value=_lookup(raw, path), limit=limit, remedy=_accepted(path, limit))
+
+
+_TOML_WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes", "bool": "true or false",
+               "array": "a list", "object": "a table"}
+
+
+def _accepted(path: str, limit: str) -> str:
+    """What the key takes, in the words of a TOML file, told from msgspec's message and the schema."""
+    if limit.startswith("Invalid enum value"):
+        section, key = re.sub(r"\.\d+", "", path).split(".")
+        field = next(field for field in msgspec.structs.fields(_section_type(section)) if field.name == key)
+        return f"write {' or '.join(repr(choice) for choice in get_args(field.type))}"
+    expected = limit.removeprefix("Expected ").partition(", got")[0]
+    return "write " + re.sub(r"`(\w+)`", lambda kind: _TOML_WORDS[kind[1]], expected)
 
 
 def _unknown_key(raw: dict[str, Any], path: str, key: str) -> ConfigError:
     full = ".".join(filter(None, (path, key)))
-    value = _lookup(raw, full)
+    value = _lookup(raw, path)[key]
     if path == "generate" and key in _NARROWED_SAMPLING:
         return ConfigError(full, value=value, limit="training needs the full sampling distribution",
                            remedy="remove it; generate.temperature is corrected for in training")
-    section = re.sub(r"\[\d*\.*\]", "", path)
+    section = re.sub(r"\.\d+", "", path)
     known = [field.name for field in msgspec.structs.fields(_section_type(section))]
     near = difflib.get_close_matches(key, known, n=1)
     remedy = f"did you mean {'.'.join(filter(None, (path, near[0])))}?" if near else f"known keys: {', '.join(known)}"
@@ -370,8 +387,8 @@ def _section_type(name: str) -> type[Section]:
 
 
 def _lookup(raw: Any, path: str) -> Any:
-    for part in re.findall(r"\w+", path.replace("[...]", "")):
-        raw = raw[int(part)] if isinstance(raw, list) and part.isdigit() else raw.get(part) if isinstance(raw, dict) else raw
+    for part in filter(None, path.split(".")):
+        raw = raw[int(part)] if isinstance(raw, list) else raw[part]
     return raw
 
 
@@ -381,7 +398,9 @@ def _refuse_unbuilt(config: Config) -> None:
         value = msgspec.structs.asdict(getattr(config, section))[name]
         if key == "model.path":
             if value == "petri":
-                raise ConfigError(key, value=value, limit="not built yet", remedy="use smollm2-135m-instruct or tiny-random")
+                raise ConfigError(
+                    key, value=value, limit="not built yet", remedy="use smollm2-135m-instruct or tiny-random"
+                )
         elif value not in built:
             works = " or ".join(repr(choice) for choice in built)
             raise ConfigError(key, value=value, limit="not built yet", remedy=f"what works today: {works}")

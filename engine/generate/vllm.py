@@ -1,0 +1,203 @@
+"""Generation on vLLM's AsyncLLM: token ids in and out, processed log-probs, engine-reported version spans."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import TokensPrompt
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from engine.config import GenerateSection
+from engine.environment import engine_environment
+from engine.errors import GenerationError, MissingError
+from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
+from engine.types import Segment, SegmentRequest
+
+_GIB = 1 << 30
+_ENDED = {"stop": "stop", "length": "length", "abort": "interrupted"}
+
+
+def engine_args(folder: Path, generate: GenerateSection, dtype: str, seed: int) -> AsyncEngineArgs:
+    """Every setting that shapes sampling is explicit; nothing comes from the model's generation_config.json."""
+    on_gpu = torch.cuda.is_available()
+    return AsyncEngineArgs(
+        model=str(folder),
+        dtype=dtype,
+        seed=seed,
+        max_model_len=generate.max_model_len,
+        max_num_seqs=generate.max_in_flight,
+        tensor_parallel_size=generate.tensor_parallel,
+        generation_config="vllm",
+        logprobs_mode="processed_logprobs",
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=int(generate.kv_cache_gib * _GIB),
+        weight_transfer_config=WeightTransferConfig(backend="ipc" if on_gpu else SHARED_MEMORY_BACKEND),
+        disable_log_stats=True,
+        **({} if on_gpu else _cpu_args(generate)),
+    )
+
+
+def _cpu_args(generate: GenerateSection) -> dict[str, object]:
+    return {
+        # Only full blocks are cached: vLLM's CPU default of 128 tokens would never hit on short prompts.
+        "block_size": 32,
+        # Seeded sampling kills the engine when a prefill is chunked (the CPU generator knows no offset).
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, generate.max_model_len),
+        "enforce_eager": True,
+    }
+
+
+class VllmGenerator:
+    """`protocols.Generator` on one AsyncLLM. Build it on the main thread before the loop runs, then `open` it.
+
+    Requests are added one at a time under a lock, which `interrupt` takes too: once the engine is paused no request
+    is half-way in.
+    """
+
+    def __init__(self, folder: Path, generate: GenerateSection, *, dtype: str, seed: int, end_token_ids: Sequence[int],
+                 log_file: Path) -> None:
+        self._end_token_ids = list(end_token_ids)
+        self._open = 0
+        self._served_version = 0
+        register_weight_transfer()
+        try:
+            with engine_environment(log_file):
+                self.llm = AsyncLLM.from_engine_args(engine_args(folder, generate, dtype, seed))
+        except (RuntimeError, ValueError) as error:
+            raise MissingError(f"vLLM did not start: {error}", remedy=f"the engine's own log is {log_file}") from error
+
+    async def open(self) -> None:
+        """Call once on the running loop: from here on tokens are labelled version 0."""
+        self._adding = asyncio.Lock()
+        self._running = asyncio.Event()
+        self._running.set()
+        self._ended = asyncio.Condition()
+        await self.set_version(0)
+
+    @property
+    def served_version(self) -> int:
+        return self._served_version
+
+    async def set_version(self, number: int) -> None:
+        """Label new tokens; weight routes do it as part of an update."""
+        await self.llm.update_weight_version(str(number))
+        self._served_version = number
+
+    async def generate(self, request: SegmentRequest) -> Segment:
+        """See `protocols.Generator.generate`."""
+        while True:
+            await self._running.wait()
+            async with self._adding:
+                if self._running.is_set():
+                    collector = await self._add(request)
+                    break
+        return await self._collect(collector)
+
+    async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
+        """See `protocols.Generator.wave`."""
+        async with self._adding:
+            if self._open:
+                raise GenerationError(f"a wave needs an idle engine, {self._open} requests are open")
+            await self.llm.pause_generation(mode="keep", clear_cache=True)
+            collectors = [await self._add(request) for request in requests]
+            if self._running.is_set():
+                await self.llm.resume_generation()
+        return list(await asyncio.gather(*(self._collect(collector) for collector in collectors)))
+
+    async def interrupt(self) -> None:
+        """See `protocols.Generator.interrupt`."""
+        self._running.clear()
+        async with self._adding:
+            await self.llm.pause_generation(mode="abort", clear_cache=False)
+        async with self._ended:
+            await self._ended.wait_for(lambda: self._open == 0)
+
+    async def resume(self) -> None:
+        """See `protocols.Generator.resume`."""
+        await self.llm.resume_generation()
+        self._running.set()
+
+    async def close(self) -> None:
+        """See `protocols.Generator.close`."""
+        self.llm.shutdown()
+
+    async def _add(self, request: SegmentRequest) -> RequestOutputCollector:
+        prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())
+        try:
+            collector = await self.llm.add_request(request.request_id, prompt, self._params(request))
+        except EngineDeadError as error:
+            raise _dead(error) from error
+        self._open += 1
+        return collector
+
+    def _params(self, request: SegmentRequest) -> SamplingParams:
+        return SamplingParams(
+            n=1,
+            temperature=request.temperature,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            seed=request.seed % (1 << 62),
+            max_tokens=request.max_new_tokens,
+            stop=list(request.stop) or None,
+            stop_token_ids=self._end_token_ids,
+            ignore_eos=True,
+            logprobs=0,
+            detokenize=bool(request.stop),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    async def _collect(self, collector: RequestOutputCollector) -> Segment:
+        ended = False
+        try:
+            output = await collector.get()
+            ended = True
+        except EngineDeadError as error:
+            ended = True
+            raise _dead(error) from error
+        finally:
+            if not ended:
+                await self.llm.abort(collector.request_id, internal=True)
+            collector.close()
+            async with self._ended:
+                self._open -= 1
+                self._ended.notify_all()
+        if not isinstance(output, RequestOutput):
+            raise GenerationError(f"the engine answered with {type(output).__name__} where a completion was asked for")
+        return _segment(output.outputs[0])
+
+
+def _segment(output: CompletionOutput) -> Segment:
+    tokens = np.asarray(output.token_ids, np.int32)
+    logprobs = output.logprobs or []
+    spans = output.weight_versions or []
+    ended = _ENDED.get(output.finish_reason or "")
+    if ended is None:
+        raise GenerationError(f"the engine ended a request with {output.finish_reason!r}")
+    if len(logprobs) != len(tokens) or (len(tokens) > 0 and (not spans or spans[0].start != 0)):
+        raise GenerationError(
+            f"the engine returned {len(tokens)} tokens, {len(logprobs)} log-probs and version spans {spans}"
+        )
+    values = [entry[token].logprob for token, entry in zip(output.token_ids, logprobs, strict=True)]
+    return Segment(
+        token_ids=tokens,
+        logprobs=np.asarray(values, np.float32),
+        version_spans=tuple((span.start, int(span.version)) for span in spans),
+        ended=ended,
+    )
+
+
+def _dead(error: EngineDeadError) -> GenerationError:
+    return GenerationError(f"the vLLM engine died: {error}", remedy="its own log, engine.log in the run folder, says why")

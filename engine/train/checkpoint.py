@@ -1,0 +1,55 @@
+"""Checkpoints as Hugging Face folders: written aside, synced, renamed. A folder of the final name is whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers.modeling_utils import PreTrainedModel
+
+_FROM_SOURCE = ("tokenizer*", "special_tokens_map.json", "chat_template*", "vocab*", "merges.txt", "*.model",
+                "generation_config.json")
+
+
+def save_checkpoint(model: PreTrainedModel, folder: Path, dtype: torch.dtype, source_folder: Path) -> None:
+    """Write `folder` so that `transformers` and vLLM load it as it is.
+
+    Tied parameters are written once. Tokenizer files come from `source_folder` unchanged.
+    """
+    aside = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tensors = dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
+    }
+    plain = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in tensors.items()}
+    save_file(plain, aside / "model.safetensors", metadata={"format": "pt"})
+    config = model.config.__class__.from_dict(model.config.to_dict())
+    config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(aside)
+    for pattern in _FROM_SOURCE:
+        for file in source_folder.glob(pattern):
+            shutil.copy(file, aside / file.name)
+    sync_tree(aside)
+    aside.rename(folder)
+    sync(folder.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Force every file of a flat folder, and the folder, to disk."""
+    for file in folder.iterdir():
+        sync(file)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,232 @@
+"""Weights to the engine on this host, through vLLM's weight-transfer API.
+
+On a GPU vLLM's own `ipc` backend hands over CUDA memory. On CPU the pair below does the same through anonymous shared
+memory, which vanishes with the host. Both are driven by vLLM's trainer-side engine in the training thread;
+`LoopClient` carries its four calls to the AsyncLLM on the event loop and adds the version, which `ipc` leaves out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mmap
+import os
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdatePayload,
+    WeightTransferUpdateRequest,
+    materialize_full_tensor,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from engine.types import Version
+from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
+
+register_weight_transfer()
+
+
+class MasterWeights(WeightSource):
+    """The trainer's parameters in the dtype that the engine holds; one manifest says what iteration yields."""
+
+    def __init__(self, model: torch.nn.Module, wire_dtype: torch.dtype) -> None:
+        self._model = model
+        self._wire_dtype = wire_dtype
+
+    def metadata(self) -> list[ParamMeta]:
+        return [ParamMeta(name, self._wire_dtype, tuple(p.shape)) for name, p in self._model.named_parameters()]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, materialize_full_tensor(parameter.detach()).to(self._wire_dtype)
+
+    def digest(self) -> str:
+        """SHA-256 over names and bytes, in manifest order."""
+        running = hashlib.sha256()
+        for name, tensor in self:
+            running.update(name.encode())
+            running.update(memoryview(tensor.cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+        return running.hexdigest()
+
+
+@dataclass
+class SharedMemoryInit(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: every update names its memory."""
+
+
+@dataclass
+class SharedMemoryUpdate(WeightTransferUpdateInfo):
+    """Where the tensors lie: `path` of the shared memory, and name, dtype and shape of each, back to back."""
+
+    path: str
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
+    """The engine's side, in vLLM's worker process."""
+
+    init_info_cls = SharedMemoryInit
+    update_info_cls = SharedMemoryUpdate
+
+    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
+        with open(update_info.path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
+        metas = [
+            ParamMeta(name, getattr(torch, dtype), tuple(shape))
+            for name, dtype, shape in zip(
+                update_info.names, update_info.dtype_names, update_info.shapes, strict=True
+            )
+        ]
+        self.model.load_weights(_views(memory, metas))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        # A tied lm_head keeps its packed copy of the old embedding otherwise: log-probs off by nats, without an error.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Holds nothing between updates."""
+
+
+@dataclass
+class SharedMemoryTrainerInit(TrainerInitInfo):
+    """Trainer side; rank 0 of the host sends."""
+
+    backend: ClassVar[str] = SHARED_MEMORY_BACKEND
+
+
+class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
+    """The trainer's side: writes all weights to one block of anonymous shared memory, then drives the update."""
+
+    init_info_cls = SharedMemoryTrainerInit
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: SharedMemoryTrainerInit, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> Self:
+        if source is None:
+            raise ValueError("shared-memory transfer sends whole models: it needs a WeightSource")
+        sender = cls(client=client, source=source, is_sender=init_info.is_sender)
+        sender._metas = source.metadata()
+        size = sum(_nbytes(meta) for meta in sender._metas)
+        sender._file = os.memfd_create("farfield-weights")
+        os.ftruncate(sender._file, size)
+        sender._memory = mmap.mmap(sender._file, size)
+        if sender.is_sender:
+            client.init_weight_transfer_engine({})
+        return sender
+
+    def send_weights(self) -> None:
+        assert self.source is not None
+        views = _views(self._memory, self._metas)
+        for (name, target), (source_name, tensor) in zip(views, self.source, strict=True):
+            if name != source_name:
+                raise RuntimeError(f"the model yields {source_name} where its manifest says {name}")
+            target.copy_(tensor)
+        if not self.is_sender:
+            return
+        self.client.start_weight_update()
+        self.client.update_weights(
+            {
+                "path": f"/proc/{os.getpid()}/fd/{self._file}",
+                "names": [meta.name for meta in self._metas],
+                "dtype_names": [str(meta.dtype).removeprefix("torch.") for meta in self._metas],
+                "shapes": [list(meta.shape) for meta in self._metas],
+            }
+        )
+        self.client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        self._memory.close()
+        os.close(self._file)
+
+
+def _nbytes(meta: ParamMeta) -> int:
+    return torch.Size(meta.shape).numel() * meta.dtype.itemsize
+
+
+def _views(memory: mmap.mmap, metas: list[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+    offset = 0
+    for meta in metas:
+        flat = torch.frombuffer(memory, dtype=meta.dtype, count=torch.Size(meta.shape).numel(), offset=offset)
+        yield meta.name, flat.view(meta.shape)
+        offset += _nbytes(meta)
+
+
+class UpdatableEngine(Protocol):
+    """The weight-transfer part of vLLM's AsyncLLM."""
+
+    async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None: ...
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def update_weights(self, request: WeightTransferUpdateRequest) -> None: ...
+    async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
+
+
+class LoopClient:
+    """vLLM's synchronous client protocol, called in the training thread, answered on the event loop."""
+
+    def __init__(self, engine: UpdatableEngine, loop: asyncio.AbstractEventLoop) -> None:
+        self._engine = engine
+        self._loop = loop
+        self.number = 0
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
+
+    def start_weight_update(self) -> None:
+        # The cache is keyed by tokens, not by weights: what it holds is wrong under the next version.
+        self._call(self._engine.pause_generation(mode="keep", clear_cache=True))
+        self._call(self._engine.start_weight_update())
+
+    def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
+        self._call(self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call(self._engine.finish_weight_update(weight_version or str(self.number)))
+
+    def _call(self, call: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(call, self._loop).result()
+
+
+class LocalSender:
+    """Publishes the trainer's weights to this host's engine. Every method runs in the training thread."""
+
+    def __init__(self, engine: UpdatableEngine, loop: asyncio.AbstractEventLoop, model: torch.nn.Module,
+                 wire_dtype: torch.dtype) -> None:
+        self._client = LoopClient(engine, loop)
+        self._source = MasterWeights(model, wire_dtype)
+        on_gpu = next(model.parameters()).is_cuda
+        info = IPCTrainerInitInfo(rank=0) if on_gpu else SharedMemoryTrainerInit(rank=0)
+        self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
+
+    def send(self, number: int) -> Version:
+        """Update the engine to the current weights, labelled `number`. The engine stays paused afterwards."""
+        self._client.number = number
+        self._sender.send_weights()
+        return Version(number=number, digest=self._source.digest())
