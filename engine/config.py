@@ -279,6 +279,7 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "observe.wandb": (False,),
 }
 
+_RESERVED_LABELS = ("mean", "trained", "std", "timeouts")
 _NARROWED_SAMPLING = ("top_p", "top_k", "min_p")
 
 
@@ -437,6 +438,9 @@ def _refuse_contradictions(config: Config) -> None:
                           limit=f"is more than run.steps = {config.run.steps}", remedy="lower it")
     labels = [task.label for task in config.tasks]
     for index, label in enumerate(labels):
+        if label in _RESERVED_LABELS:
+            raise ConfigError(f"tasks.{index}.name", value=label, limit=f"would hide the metric reward/{label}",
+                              remedy="choose another name; for reasoning_gym, put the family in params.family")
         if label in labels[:index]:
             raise ConfigError(f"tasks.{index}.name", value=label, limit="another task has that name",
                               remedy="give each [[tasks]] entry its own name; for reasoning_gym, put the family in "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,21 +35,47 @@ def prepare() -> None:
 
 @contextlib.contextmanager
 def engine_environment(log_file: Path) -> Iterator[None]:
-    """What the engine's child processes inherit: none of torchrun's variables, logs to `log_file`, and this
-    process's id, by which they end when it ends (`engine/vllm_plugin.py`)."""
+    """Import vLLM and start its processes inside: they inherit none of torchrun's variables, write to `log_file`
+    instead of the terminal, and know this process's id, by which they end when it ends (`engine/vllm_plugin.py`)."""
     before = dict(os.environ)
     for name in list(os.environ):
         if name in _TORCHRUN or name.startswith(("TORCHELASTIC_", "TORCH_NCCL_")):
             del os.environ[name]
     os.environ[HOST_PID] = str(os.getpid())
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_logging_config(log_file))
+    # vLLM's own sockets on this host need no address that others can reach.
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     # The engine's worker may use every core: the scheduler shares them with the trainer well once nothing spins.
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     try:
-        yield
+        with _descriptors_to(log_file):
+            yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def _descriptors_to(log_file: Path) -> Iterator[None]:
+    """Descriptors 1 and 2 lead to the file, for children and native code; Python's own streams stay where they are."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = os.dup(1), os.dup(2)
+    streams = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (open(os.dup(number), "w", buffering=1) for number in saved)
+    log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    try:
+        yield
+    finally:
+        sys.stdout.close()
+        sys.stderr.close()
+        sys.stdout, sys.stderr = streams
+        for number, target in zip(saved, (1, 2), strict=True):
+            os.dup2(number, target)
+            os.close(number)
 
 
 def _logging_config(log_file: Path) -> Path:

@@ -14,6 +14,10 @@ from engine.types import Batch, Rollout, Segment, SegmentRequest, Task, Version
 class Generator(Protocol):
     """Tokens in, tokens out. All methods run on the event loop."""
 
+    async def open(self) -> None:
+        """Call once, on the running loop, before anything else: tokens are labelled version 0 from here on."""
+        ...
+
     async def generate(self, request: SegmentRequest) -> Segment:
         """Run one request to its end, or until `interrupt`: then it returns what it has, `ended="interrupted"`.
 
@@ -27,7 +31,8 @@ class Generator(Protocol):
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
         """Run all requests as one wave on an empty cache, admitted in the given order before the first token.
 
-        Nothing else may be in flight. The same requests under the same weights give the same tokens.
+        Nothing else may be in flight; it also runs while interrupted, which holds back `generate` alone. The same
+        requests under the same weights give the same tokens.
         """
         ...
 

@@ -79,12 +79,16 @@ class FakeGenerator:
         """Serve version `number` from the next token on, in open requests too. For weight routes."""
         self._version = number
 
+    async def open(self) -> None:
+        pass
+
     async def generate(self, request: SegmentRequest) -> Segment:
         await self._admission()
         return await self._submit(request)
 
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
-        await self._admission()
+        if self._closed:
+            raise GenerationError("the generator is closed")
         if any(not request.ended.done() for request in self._open):
             raise GenerationError("a wave was asked for while other requests are in flight")
         return await asyncio.gather(*[self._submit(request) for request in requests])

@@ -43,13 +43,16 @@ class ReplayGenerator:
         """Be at version `number`. For weight routes."""
         self._version = number
 
+    async def open(self) -> None:
+        pass
+
     async def generate(self, request: SegmentRequest) -> Segment:
         while not self._going.is_set():  # another interrupt may come before this wakes
             await self._going.wait()
         return self._answer(request)
 
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
-        return [await self.generate(request) for request in requests]
+        return [self._answer(request) for request in requests]
 
     async def interrupt(self) -> None:
         self._going.clear()

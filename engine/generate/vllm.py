@@ -19,12 +19,13 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from engine.config import GenerateSection
-from engine.environment import engine_environment
 from engine.errors import GenerationError, MissingError
 from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
 from engine.types import Segment, SegmentRequest
 
 _GIB = 1 << 30
+# Then the engine is killed; its worker follows by the parent-death signal.
+_SHUTDOWN_S = 1.0
 _ENDED = {"stop": "stop", "length": "length", "abort": "interrupted"}
 
 
@@ -60,7 +61,8 @@ def _cpu_args(generate: GenerateSection) -> dict[str, object]:
 
 
 class VllmGenerator:
-    """`protocols.Generator` on one AsyncLLM. Build it on the main thread before the loop runs, then `open` it.
+    """`protocols.Generator` on one AsyncLLM. Build it on the main thread before the loop runs, inside
+    `environment.engine_environment(log_file)`, then `open` it.
 
     Requests are added one at a time under a lock, which `interrupt` takes too: once the engine is paused no request
     is half-way in.
@@ -73,8 +75,7 @@ class VllmGenerator:
         self._served_version = 0
         register_weight_transfer()
         try:
-            with engine_environment(log_file):
-                self.llm = AsyncLLM.from_engine_args(engine_args(folder, generate, dtype, seed))
+            self.llm = AsyncLLM.from_engine_args(engine_args(folder, generate, dtype, seed))
         except (RuntimeError, ValueError) as error:
             raise MissingError(f"vLLM did not start: {error}", remedy=f"the engine's own log is {log_file}") from error
 
@@ -84,15 +85,14 @@ class VllmGenerator:
         self._running = asyncio.Event()
         self._running.set()
         self._ended = asyncio.Condition()
-        await self.set_version(0)
+        await self.llm.update_weight_version("0")
 
     @property
     def served_version(self) -> int:
         return self._served_version
 
-    async def set_version(self, number: int) -> None:
-        """Label new tokens; weight routes do it as part of an update."""
-        await self.llm.update_weight_version(str(number))
+    def serves(self, number: int) -> None:
+        """A weight route has updated the engine to this version; the engine labels tokens with it itself."""
         self._served_version = number
 
     async def generate(self, request: SegmentRequest) -> Segment:
@@ -112,8 +112,8 @@ class VllmGenerator:
                 raise GenerationError(f"a wave needs an idle engine, {self._open} requests are open")
             await self.llm.pause_generation(mode="keep", clear_cache=True)
             collectors = [await self._add(request) for request in requests]
-            if self._running.is_set():
-                await self.llm.resume_generation()
+            # Also while interrupted: requests of `generate` are held back here, not by the engine.
+            await self.llm.resume_generation()
         return list(await asyncio.gather(*(self._collect(collector) for collector in collectors)))
 
     async def interrupt(self) -> None:
@@ -131,7 +131,7 @@ class VllmGenerator:
 
     async def close(self) -> None:
         """See `protocols.Generator.close`."""
-        self.llm.shutdown()
+        self.llm.shutdown(timeout=_SHUTDOWN_S)
 
     async def _add(self, request: SegmentRequest) -> RequestOutputCollector:
         prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())

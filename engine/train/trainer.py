@@ -105,7 +105,7 @@ class TorchTrainer:
                 losses, touched = policy_loss(logprobs, behaviour_T[part], advantages_T[part], self._loss)
                 loss = losses.sum() / batch.num_tokens
                 loss.backward()
-                sums.loss += float(loss)
+                sums.loss += float(loss.detach())
                 sums.add(logprobs.detach(), behaviour_T[part], entropy, touched)
         body_TD.backward(hidden_TD.grad)
 

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import mmap
 import os
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -188,6 +188,18 @@ class UpdatableEngine(Protocol):
     async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
 
+class UpdatableGenerator(Protocol):
+    """A generator on an engine whose weights this route may replace."""
+
+    @property
+    def llm(self) -> UpdatableEngine: ...
+    def serves(self, number: int) -> None: ...
+
+
+InThread = Callable[..., Awaitable[Any]]
+"""Runs a synchronous function in the training thread: `TrainingThread.call`."""
+
+
 class LoopClient:
     """vLLM's synchronous client protocol, called in the training thread, answered on the event loop."""
 
@@ -214,19 +226,28 @@ class LoopClient:
         asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
 
-class LocalSender:
-    """Publishes the trainer's weights to this host's engine. Every method runs in the training thread."""
+class LocalRoute:
+    """`protocols.WeightRoute` to this host's engine."""
 
-    def __init__(self, engine: UpdatableEngine, loop: asyncio.AbstractEventLoop, model: torch.nn.Module,
-                 wire_dtype: torch.dtype) -> None:
-        self._client = LoopClient(engine, loop)
+    def __init__(self, generator: UpdatableGenerator, model: torch.nn.Module, wire_dtype: torch.dtype,
+                 in_thread: InThread) -> None:
+        self._generator = generator
+        self._in_thread = in_thread
         self._source = MasterWeights(model, wire_dtype)
-        on_gpu = next(model.parameters()).is_cuda
-        info = IPCTrainerInitInfo(rank=0) if on_gpu else SharedMemoryTrainerInit(rank=0)
-        self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
+        self._client = LoopClient(generator.llm, asyncio.get_running_loop())
+        self._sender: TrainerWeightTransferEngine[Any] | None = None
 
-    def send(self, number: int) -> Version:
-        """Update the engine to the current weights, labelled `number`. The engine stays paused afterwards."""
+    async def publish(self, number: int) -> Version:
+        """See `protocols.WeightRoute.publish`."""
+        digest = await self._in_thread(self._send, number)
+        self._generator.serves(number)
+        return Version(number=number, digest=digest)
+
+    def _send(self, number: int) -> str:
+        if self._sender is None:
+            on_gpu = torch.cuda.is_available()
+            info = IPCTrainerInitInfo(rank=0) if on_gpu else SharedMemoryTrainerInit(rank=0)
+            self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
         self._client.number = number
         self._sender.send_weights()
-        return Version(number=number, digest=self._source.digest())
+        return self._source.digest()

@@ -1,0 +1,282 @@
+"""One host: builds what a run needs in the right order, runs it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import psutil
+import torch
+
+from engine import clock
+from engine.admission import Admission
+from engine.config import Config
+from engine.environment import engine_environment
+from engine.errors import ConfigError
+from engine.generate.fake import FakeGenerator
+from engine.generate.replay import ReplayGenerator
+from engine.loop import Run, run_stages
+from engine.observe.metrics import Value
+from engine.observe.recorder import Recorder
+from engine.observe.terminal import Terminal, open_terminal
+from engine.protocols import Generator, Scorer, WeightRoute
+from engine.reward.pool import ScoringPool
+from engine.rollout.chat import Chat
+from engine.rollout.drive import Driver
+from engine.tasks.source import TaskSource
+from engine.timeslice import TimeSlice
+from engine.train.model import end_token_ids, materialise
+from engine.train.thread import TrainingThread
+from engine.train.trainer import TorchTrainer
+from engine.types import Version
+
+# torchrun kills its workers 30 s after a signal; what is saved must be saved before that.
+STOP_LIMIT_S = 25.0
+
+
+class Evaluation(Protocol):
+    """An evaluation of the version that the generator serves; `launch.py` brings one from `evals/`."""
+
+    async def __call__(
+        self, *, generator: Generator, chat: Chat, tasks: TaskSource, scorer: Scorer, config: Config, folder: Path,
+        terminal: Terminal,
+    ) -> dict[str, Value]:
+        """Write result files into `folder`; return `eval/...` metrics."""
+        ...
+
+
+def run_host(config: Config, config_name: str, evaluate: Evaluation) -> None:
+    """A whole training run on this host, from an empty folder to the last checkpoint. Call on the main thread."""
+    tasks = TaskSource(config.tasks, config.run.seed)
+    scorer = ScoringPool(config.tasks, config.reward)
+    folder = create_run_folder(config, config_name)
+    terminal = open_terminal(config.observe.terminal, steps=config.run.steps, title=folder.name)
+    try:
+        terminal.note(f"run folder: {folder}")
+        model_folder = materialise(config.model.path)
+        generator = build_generator(config, model_folder, folder, terminal)
+        clock.run(Host(config, folder, model_folder, generator, tasks, scorer, terminal, evaluate).serve())
+    finally:
+        terminal.close()
+
+
+def create_run_folder(config: Config, config_name: str) -> Path:
+    """A new folder runs/NAME with the resolved configuration.
+
+    Raises:
+        ConfigError: a folder of that name is not empty.
+    """
+    parent = Path(config.run.dir).expanduser()
+    name = config.run.name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = [parent / name]
+    if not config.run.name:
+        candidates += [parent / f"{name}-{count}" for count in range(2, 100)]
+    for folder in candidates:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            if any(folder.iterdir()):
+                continue
+        except OSError as error:
+            raise ConfigError(
+                "run.dir", value=config.run.dir, limit=f"cannot be written ({error.strerror})", remedy="name another"
+            ) from error
+        (folder / "config.toml").write_bytes(msgspec.toml.encode(config))
+        return folder
+    raise ConfigError(
+        "run.name", value=config.run.name, limit=f"{candidates[0]} is not empty",
+        remedy="choose another name, or delete that folder",
+    )
+
+
+def build_generator(config: Config, model_folder: Path, folder: Path, terminal: Terminal) -> Generator:
+    """The generator of `generate.backend`, not opened yet."""
+    match config.generate.backend:
+        case "vllm":
+            log_file = folder / "engine.log"
+            terminal.status(f"starting vLLM (its log: {log_file})")
+            with engine_environment(log_file):
+                from engine.generate.vllm import VllmGenerator
+
+                return VllmGenerator(
+                    model_folder,
+                    config.generate,
+                    dtype=config.engine_dtype,
+                    seed=config.run.seed,
+                    end_token_ids=end_token_ids(model_folder),
+                    log_file=log_file,
+                )
+        case "fake":
+            return FakeGenerator(vocab_size=256, eos_token_id=end_token_ids(model_folder)[0])
+        case "replay":
+            return ReplayGenerator.from_run(Path(config.generate.replay_from))
+
+
+class LabelRoute:
+    """For generators without weights: the version is only a label."""
+
+    def __init__(self, set_version: Callable[[int], None]) -> None:
+        self._set_version = set_version
+
+    async def publish(self, number: int) -> Version:
+        """See `protocols.WeightRoute.publish`."""
+        self._set_version(number)
+        return Version(number=number, digest="")
+
+
+class Host:
+    """The parts of a running host, built on its event loop."""
+
+    def __init__(self, config: Config, folder: Path, model_folder: Path, generator: Generator, tasks: TaskSource,
+                 scorer: Scorer, terminal: Terminal, evaluate: Evaluation) -> None:
+        self._config = config
+        self._folder = folder
+        self._model_folder = model_folder
+        self._generator = generator
+        self._tasks = tasks
+        self._scorer = scorer
+        self._terminal = terminal
+        self._evaluate_version = evaluate
+        self._saved_step = 0
+        generate = config.generate
+        self._chat = Chat(model_folder, generate.max_model_len - generate.max_new_tokens)
+
+    async def serve(self) -> None:
+        """Build the trainer, train, and close everything in reverse order, whatever happens."""
+        async with AsyncExitStack() as closing:
+            closing.push_async_callback(self._generator.close)
+            closing.push_async_callback(self._scorer.close)
+            await self._generator.open()
+            thread = TrainingThread()
+            self._terminal.status("loading the trainer")
+            self._trainer = await thread.call(TorchTrainer, self._config, self._model_folder)
+            self._thread = thread
+            self._recorder = self._open_recorder()
+            closing.callback(self._recorder.close)
+            run = self._assemble(self._route(self._trainer, thread))
+            self._answer_signals(run)
+            if self._config.evals.every:
+                await self._until_stopped(run, self._evaluate(0))
+            self._recorder.start()
+            steps = await run_stages(run)
+            if run.stop.is_set() and steps > self._saved_step:
+                await self._save(steps)
+            self._terminal.note(f"{'stopped after' if run.stop.is_set() else 'done:'} {steps} steps in {self._folder}")
+
+    def _route(self, trainer: TorchTrainer, thread: TrainingThread) -> WeightRoute:
+        match self._generator:
+            case FakeGenerator() | ReplayGenerator():
+                return LabelRoute(self._generator.set_version)
+            case generator:
+                from engine.weights.local import LocalRoute
+
+                return LocalRoute(generator, trainer.model, getattr(torch, self._config.engine_dtype), thread.call)
+
+    def _open_recorder(self) -> Recorder:
+        observe = self._config.observe
+        return Recorder(
+            self._folder, self._terminal, envs=[task.label for task in self._config.tasks], samples=observe.samples,
+            tensorboard=observe.tensorboard, micro_batch_tokens=self._config.train.micro_batch_tokens,
+        )
+
+    def _assemble(self, route: WeightRoute) -> Run:
+        config = self._config
+        builds = f"{config.generate.backend} farfield-{importlib.metadata.version('farfield')}"
+        return Run(
+            config=config,
+            tasks=self._tasks,
+            admission=Admission(
+                groups_per_step=config.schedule.groups_per_step,
+                max_staleness=config.schedule.max_staleness,
+                total=config.run.steps * config.schedule.groups_per_step,
+            ),
+            driver=Driver(
+                self._generator, self._chat, run_seed=config.run.seed, worker="learner", engine_build=builds
+            ),
+            scorer=self._scorer,
+            trainer=self._trainer,
+            thread=self._thread,
+            route=route,
+            slice=TimeSlice(self._generator),
+            recorder=self._recorder,
+            after_step=self._after_step,
+        )
+
+    async def _after_step(self, step: int) -> None:
+        last = step == self._config.run.steps
+        every = self._config.checkpoint.every
+        if last or (every and step % every == 0):
+            await self._save(step)
+        every = self._config.evals.every
+        if every and (last or step % every == 0):
+            self._recorder.evaluated(await self._evaluate(step))
+
+    async def _save(self, step: int) -> None:
+        folder = self._folder / "checkpoints" / f"step-{step:06d}"
+        self._terminal.status(f"saving {folder.name}")
+        await self._thread.call(self._trainer.save, folder)
+        link = folder.with_name(".latest")
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder.name)
+        link.replace(folder.with_name("latest"))
+        self._saved_step = step
+        self._recorder.events.write("checkpoint", step=step, version=self._trainer.version)
+        self._terminal.note(f"checkpoint: {folder}")
+
+    async def _evaluate(self, step: int) -> dict[str, Value]:
+        metrics = await self._evaluate_version(
+            generator=self._generator,
+            chat=self._chat,
+            tasks=self._tasks,
+            scorer=self._scorer,
+            config=self._config,
+            folder=self._folder / "evals" / f"step-{step:06d}",
+            terminal=self._terminal,
+        )
+        self._recorder.events.write("evaluation", step=step, **metrics)
+        return metrics
+
+    async def _until_stopped(self, run: Run, work: Awaitable[object]) -> None:
+        """Long work before the first step gives way to a signal."""
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(run.stop.wait())
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not working.done():
+            working.cancel()
+        with suppress(asyncio.CancelledError):
+            await working
+
+    def _answer_signals(self, run: Run) -> None:
+        loop = asyncio.get_running_loop()
+
+        def give_up() -> None:
+            self._terminal.close()
+            end_children()
+            os._exit(1)
+
+        def answer() -> None:
+            if run.stop.is_set():
+                give_up()
+            run.stop.set()
+            self._terminal.note("stopping after this step, then saving; once more stops at once")
+            loop.call_later(STOP_LIMIT_S, give_up)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, answer)
+
+
+def end_children() -> None:
+    """Kill every process below this one."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=2)

@@ -1,0 +1,220 @@
+"""The run, one stage per coroutine, under one TaskGroup.
+
+    tasks                                                                       evals, checkpoints
+      │                                                                                 ▲
+      ▼                                                                                 │
+    admit ──Lease──▶ generate ──Group──▶ score ──Verdict──▶ admission ──Group──▶ train ─┤
+      ▲  waits for a    │  one request per   in worker         ready groups,     │      │
+      │  free slot      │  rollout, cut by   processes         oldest first      │   Batch ▼ in the training thread
+      │                 │  every slice                                           │   optimizer step
+      └──── slots ──────┴───────────── interrupt, publish, resume ◀──────────────┴──────┘
+
+`admit` waits for a slot: slots return when a step is published. `generate` waits for leases, and while a slice trains.
+`score` waits for groups. `train` waits for P groups that the window allows. It is the finite clock: when it has made
+its steps the other stages are cancelled. A stage that fails, or returns, ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from engine.admission import Admission
+from engine.channel import Channel
+from engine.config import Config
+from engine.errors import StalledError
+from engine.observe.recorder import Recorder, Timings
+from engine.protocols import Scorer, Trainer, WeightRoute
+from engine.rollout.drive import Driver
+from engine.tasks.source import TaskSource
+from engine.timeslice import TimeSlice
+from engine.train.pack import build_batch
+from engine.train.thread import TrainingThread
+from engine.types import Batch, Group, Lease, Rollout, Sampling, Task, Verdict
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What the stages share. `after_step` evaluates and saves what is due; it runs while no token is generated."""
+
+    config: Config
+    tasks: TaskSource
+    admission: Admission
+    driver: Driver
+    scorer: Scorer
+    trainer: Trainer
+    thread: TrainingThread
+    route: WeightRoute
+    slice: TimeSlice
+    recorder: Recorder
+    after_step: Callable[[int], Awaitable[None]]
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    leases: Channel[Lease] = field(init=False)
+    groups: Channel[Group] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leases = Channel(self.admission.slots)
+        self.groups = Channel(self.admission.slots)
+
+
+async def run_stages(run: Run) -> int:
+    """Train until the steps are made or `run.stop` is set; returns the number of steps made."""
+    async with asyncio.TaskGroup() as stages:
+        others = [
+            stages.create_task(_endless(stage), name=stage.__name__)
+            for stage in (admit(run), generate(run), score(run), run.recorder.watch_lag())
+        ]
+        steps = await train(run)
+        for task in others:
+            task.cancel()
+    return steps
+
+
+async def admit(run: Run) -> None:
+    """Tasks become leases as slots come free."""
+    generate = run.config.generate
+    sampling = Sampling(
+        temperature=generate.temperature, max_new_tokens=generate.max_new_tokens, stop=generate.stop
+    )
+    while True:
+        order = await run.admission.admit()
+        lease = Lease(
+            lease_id=f"{order:07d}",
+            order=order,
+            task=run.tasks.next(),
+            group_size=generate.group_size,
+            sampling=sampling,
+            served_version=run.trainer.version,
+        )
+        run.recorder.leased()
+        await run.leases.send(lease)
+
+
+async def generate(run: Run) -> None:
+    """Leases become groups: one by one, or at max_staleness 0 a step's worth as one repeatable wave."""
+    if run.config.schedule.max_staleness == 0:
+        while True:
+            leases = [await run.leases.receive() for _ in range(run.config.schedule.groups_per_step)]
+            for group in await run.driver.wave(leases):
+                await run.groups.send(group)
+
+    async def one(lease: Lease) -> None:
+        await run.groups.send(await run.driver.group(lease))
+
+    async with asyncio.TaskGroup() as open_groups:
+        while True:
+            open_groups.create_task(one(await run.leases.receive()))
+
+
+async def score(run: Run) -> None:
+    """Groups get their rewards and wait in admission to be selected."""
+
+    async def one(group: Group) -> None:
+        verdict = await judge(run.scorer, group)
+        await run.admission.complete(verdict.group)
+
+    async with asyncio.TaskGroup() as open_verdicts:
+        while True:
+            open_verdicts.create_task(one(await run.groups.receive()))
+
+
+async def train(run: Run) -> int:
+    """Groups become optimizer steps, and steps become the version that the generator serves."""
+    for step in range(1, run.config.run.steps + 1):
+        timings = Timings()
+        with timings.measure("wait_rollouts"):
+            groups = await select(run)
+        if groups is None:
+            return step - 1
+        async with run.slice.training():
+            batch, fates = _batch(run, groups)
+            version_before = run.trainer.version
+            with timings.measure("train"):
+                result = await _within(run, "the training step", run.thread.call(run.trainer.step, batch))
+            if not result.skipped:
+                with timings.measure("publish"):
+                    await _within(run, "the weight update", run.route.publish(run.trainer.version))
+            await run.admission.published()
+            with timings.measure("eval"):
+                await run.after_step(step)
+        timings.add("switch", run.slice.switch_s)
+        run.recorder.step(
+            step, version_before, run.trainer.version, fates, batch, result, timings, run.driver.busy_s()
+        )
+    return run.config.run.steps
+
+
+async def select(run: Run) -> list[Group] | None:
+    """The next step's groups, lowest numbers first; None when the run was asked to stop meanwhile.
+
+    Raises:
+        StalledError: no group became ready within `run.stage_timeout_s`.
+    """
+    groups: list[Group] = []
+    limit_s = run.config.run.stage_timeout_s
+    stopping = asyncio.ensure_future(run.stop.wait())
+    try:
+        while len(groups) < run.config.schedule.groups_per_step:
+            ready = asyncio.ensure_future(run.admission.select())
+            try:
+                await asyncio.wait({ready, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                if stopping.done():
+                    return None
+                if not ready.done():
+                    raise StalledError(
+                        f"generation: no group became ready within {limit_s} s, {run.admission.open_groups} are open",
+                        remedy="look at engine.log in the run folder, or raise run.stage_timeout_s",
+                    )
+                groups.append(await ready)
+            finally:
+                ready.cancel()
+        return groups
+    finally:
+        stopping.cancel()
+
+
+async def judge(scorer: Scorer, group: Group) -> Verdict:
+    """Score every member; a member without a verdict keeps a null reward and is left out of the baseline."""
+    rollouts = await asyncio.gather(*(_judged(scorer, group.lease.task, rollout) for rollout in group.rollouts))
+    return Verdict(group=replace(group, rollouts=tuple(rollouts)))
+
+
+async def _judged(scorer: Scorer, task: Task, rollout: Rollout) -> Rollout:
+    score = await scorer.score(task, rollout)
+    parts = score.parts | ({"timed_out": 1.0} if score.timed_out else {})
+    return replace(rollout, reward=score.reward, extracted=score.extracted, reward_parts=parts)
+
+
+def _batch(run: Run, groups: Sequence[Group]) -> tuple[Batch, list[Group]]:
+    config = run.config
+    return build_batch(
+        groups,
+        estimator=config.algorithm.advantage,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+        temperature=config.generate.temperature,
+    )
+
+
+async def _within(run: Run, what: str, work: Awaitable[Any]) -> Any:
+    """Await with the run's limit on stages.
+
+    Raises:
+        StalledError: naming `what`.
+    """
+    limit_s = run.config.run.stage_timeout_s
+    try:
+        async with asyncio.timeout(limit_s):
+            return await work
+    except TimeoutError as error:
+        remedy = "raise run.stage_timeout_s if that is normal"
+        raise StalledError(f"{what} took more than {limit_s} s", remedy=remedy) from error
+
+
+async def _endless(stage: Coroutine[Any, Any, None]) -> None:
+    """A stage ends by being cancelled; one that returns has lost its work."""
+    await stage
+    raise RuntimeError(f"stage {stage.__name__} returned")

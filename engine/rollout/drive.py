@@ -1,0 +1,175 @@
+"""From a lease to a group: one request per rollout, continued across interruptions.
+
+A segment that was interrupted is continued by a new request: prompt plus tokens so far, what is left of the budget, a
+seed derived from both. Its version spans are shifted to their place in the whole sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from engine.protocols import Generator
+from engine.rollout.chat import Chat
+from engine.seeds import derive_seed
+from engine.types import Group, Int32, Lease, Rollout, Sampling, Segment, SegmentRequest
+
+
+class _Open:
+    """A rollout under way: the prompt and the segments made so far."""
+
+    def __init__(self, lease: Lease, index: int, prompt: Int32, seed: int) -> None:
+        self.lease = lease
+        self.index = index
+        self.prompt = prompt
+        self.seed = seed
+        self.segments: list[Segment] = []
+        self.started = time.monotonic()
+
+    @property
+    def made(self) -> Int32:
+        return np.concatenate([np.zeros(0, np.int32), *(segment.token_ids for segment in self.segments)])
+
+    def request(self, stop: tuple[str, ...]) -> SegmentRequest:
+        """The request that begins or continues this rollout."""
+        made, sampling = self.made, self.lease.sampling
+        seed = derive_seed(self.seed, hashlib.sha256(made.tobytes()).digest()) if len(made) else self.seed
+        return SegmentRequest(
+            request_id=f"{self.lease.lease_id}/{self.index}/{len(self.segments)}",
+            token_ids=np.concatenate([self.prompt, made]),
+            max_new_tokens=sampling.max_new_tokens - len(made),
+            temperature=sampling.temperature,
+            seed=seed,
+            stop=stop,
+        )
+
+
+class Driver:
+    """Turns leases into groups with a generator."""
+
+    def __init__(self, generator: Generator, chat: Chat, *, run_seed: int, worker: str, engine_build: str) -> None:
+        self._generator = generator
+        self._chat = chat
+        self._run_seed = run_seed
+        self._worker = worker
+        self._engine_build = engine_build
+        self._open_requests = 0
+        self._busy_since = 0.0
+        self._busy_s = 0.0
+
+    async def group(self, lease: Lease) -> Group:
+        """Generate a group whose rollouts may be interrupted and continued."""
+        rollouts = await asyncio.gather(*(self._rollout(member) for member in self._members(lease)))
+        return Group(lease=lease, rollouts=tuple(rollouts), admitted_version=lease.served_version)
+
+    async def wave(self, leases: Sequence[Lease]) -> list[Group]:
+        """Generate all groups as one repeatable wave. Only token stops reach the engine; stop strings are cut after.
+
+        An interruption ends rollouts where they are: nothing continues a wave.
+        """
+        members = [member for lease in leases for member in self._members(lease)]
+        self._begin(len(members))
+        try:
+            segments = await self._generator.wave([member.request(()) for member in members])
+        finally:
+            self._end(len(members))
+        for member, segment in zip(members, segments, strict=True):
+            member.segments.append(segment)
+        finished = iter([self._finish(member) for member in members])
+        return [
+            Group(
+                lease=lease,
+                rollouts=tuple(next(finished) for _ in range(lease.group_size)),
+                admitted_version=lease.served_version,
+            )
+            for lease in leases
+        ]
+
+    def busy_s(self) -> float:
+        """Seconds with a request open, since the last call."""
+        now = time.monotonic()
+        if self._open_requests:
+            self._busy_s += now - self._busy_since
+            self._busy_since = now
+        busy, self._busy_s = self._busy_s, 0.0
+        return busy
+
+    def _members(self, lease: Lease) -> list[_Open]:
+        prompt = self._chat.encode(lease.task)
+        return [
+            _Open(lease, index, prompt, derive_seed(self._run_seed, lease.task.task_id, lease.order, index))
+            for index in range(lease.group_size)
+        ]
+
+    async def _rollout(self, member: _Open) -> Rollout:
+        while True:
+            self._begin(1)
+            try:
+                segment = await self._generator.generate(member.request(member.lease.sampling.stop))
+            finally:
+                self._end(1)
+            member.segments.append(segment)
+            if segment.ended != "interrupted" or self._complete(member):
+                return self._finish(member)
+
+    def _complete(self, member: _Open) -> bool:
+        """An interruption can hit just when a rollout has used its budget, or with a stop string across segments."""
+        sampling = member.lease.sampling
+        made = member.made
+        return len(made) >= sampling.max_new_tokens or self._chat.cut_at_stop(made, sampling.stop) is not None
+
+    def _finish(self, member: _Open) -> Rollout:
+        lease, made = member.lease, member.made
+        cut = self._chat.cut_at_stop(made, lease.sampling.stop)
+        stop_reason = "stop" if cut is not None or member.segments[-1].ended == "stop" else "length"
+        count = len(made) if cut is None else cut
+        prompt_length = len(member.prompt)
+        logprobs = np.concatenate([segment.logprobs for segment in member.segments])[:count]
+        return Rollout(
+            token_ids=np.concatenate([member.prompt, made[:count]]),
+            trainable=np.concatenate([np.zeros(prompt_length, np.bool_), np.ones(count, np.bool_)]),
+            logprobs=np.concatenate([np.zeros(prompt_length, np.float32), logprobs]),
+            version_spans=_joined_spans(member.segments, prompt_length, count),
+            stop_reason=stop_reason,
+            env=lease.task.env,
+            lease_id=lease.lease_id,
+            index_in_group=member.index,
+            seed=member.seed,
+            text=self._chat.decode(made[:count]),
+            worker=self._worker,
+            engine_build=self._engine_build,
+            sampling_digest=sampling_digest(lease.sampling),
+            timings={"generate_s": time.monotonic() - member.started, "segments": float(len(member.segments))},
+        )
+
+    def _begin(self, count: int) -> None:
+        if not self._open_requests:
+            self._busy_since = time.monotonic()
+        self._open_requests += count
+
+    def _end(self, count: int) -> None:
+        self._open_requests -= count
+        if not self._open_requests:
+            self._busy_s += time.monotonic() - self._busy_since
+
+
+def _joined_spans(segments: Sequence[Segment], offset: int, count: int) -> tuple[tuple[int, int], ...]:
+    """Spans over the whole sequence: starts shifted past the prompt and earlier segments, equal neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    end = offset + count
+    for segment in segments:
+        for start, version in segment.version_spans:
+            if offset + start < end and (not joined or joined[-1][1] != version):
+                joined.append((offset + start, version))
+        offset += len(segment.token_ids)
+    return tuple(joined)
+
+
+def sampling_digest(sampling: Sampling) -> str:
+    """Names the sampling distribution that a rollout's log-probs belong to."""
+    return hashlib.sha256(msgspec.json.encode(sampling)).hexdigest()[:16]

@@ -1,0 +1,157 @@
+"""Held-out questions, answered greedily and by sampling, through the generator that trains.
+
+Sampled accuracy is the mean over questions of the share of right samples, pass@k the share of questions with at least
+one right among k = SAMPLES. Intervals are 95 % normal ones over questions, which are the independent units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from engine.config import Config
+from engine.loop import judge
+from engine.observe.metrics import Value
+from engine.observe.terminal import Terminal
+from engine.protocols import Generator, Scorer
+from engine.rollout.chat import Chat
+from engine.rollout.drive import Driver
+from engine.tasks.source import TaskSource
+from engine.types import Group, Lease, Sampling, Task
+
+SAMPLES = 8
+# Questions asked at once: progress shows, and a stop need not wait for the whole evaluation.
+_WAVE = 16
+# The engine's seeds depend on it alone, so that every version meets the same randomness.
+_SEED = 20_000
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over `count` questions and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One question with all completions: greedy first."""
+
+    task_id: str
+    question: str
+    completions: list[str]
+    extracted: list[str | None]
+    rewards: list[float | None]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One env's part of held_out.json. `entropy` is in nats per sampled token: the mean of -log p."""
+
+    version: int
+    sampled: Estimate
+    greedy: Estimate
+    pass_at_8: Estimate
+    entropy: float
+    truncated: float
+    answers: list[Answer]
+
+
+async def evaluate(
+    *, generator: Generator, chat: Chat, tasks: TaskSource, scorer: Scorer, config: Config, folder: Path,
+    terminal: Terminal,
+) -> dict[str, Value]:
+    """Evaluate the served version on every held-out question; see `engine.host.Evaluation`."""
+    driver = Driver(generator, chat, run_seed=_SEED, worker="evals", engine_build="")
+    questions = tasks.held_out(config.evals.limit)
+    sampling = Sampling(
+        temperature=config.evals.temperature,
+        max_new_tokens=config.generate.max_new_tokens,
+        stop=config.generate.stop,
+    )
+    version = generator.served_version
+    greedy: list[Group] = []
+    sampled: list[Group] = []
+    for start in range(0, len(questions), _WAVE):
+        terminal.status(f"evaluating version {version}: {start}/{len(questions)} questions")
+        part = questions[start : start + _WAVE]
+        greedy += await _groups(driver, scorer, part, 1, msgspec.structs.replace(sampling, temperature=0.0), version)
+        sampled += await _groups(driver, scorer, part, SAMPLES, sampling, version)
+    results = {
+        label: summarise(
+            version,
+            [group for group in greedy if group.lease.task.env == label],
+            [group for group in sampled if group.lease.task.env == label],
+        )
+        for label in dict.fromkeys(task.env for task in questions)
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "held_out.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    for label, result in results.items():
+        terminal.note(describe(label, result))
+    return {f"eval/held_out/{label}": result.sampled.mean for label, result in results.items()}
+
+
+async def _groups(
+    driver: Driver, scorer: Scorer, tasks: Sequence[Task], size: int, sampling: Sampling, version: int
+) -> list[Group]:
+    leases = [
+        Lease(lease_id=f"held-out/{size}/{task.task_id}", order=0, task=task, group_size=size, sampling=sampling,
+              served_version=version)
+        for task in tasks
+    ]
+    return [(await judge(scorer, group)).group for group in await driver.wave(leases)]
+
+
+def summarise(version: int, greedy: Sequence[Group], sampled: Sequence[Group]) -> Result:
+    """Estimates over questions; a completion counts as right at reward 1, one without a reward as wrong."""
+    rollouts = [rollout for group in sampled for rollout in group.rollouts]
+    logprobs = np.concatenate([rollout.logprobs[rollout.trainable] for rollout in rollouts])
+    return Result(
+        version=version,
+        sampled=estimate([float(np.mean(_right(group))) for group in sampled]),
+        greedy=estimate([float(np.mean(_right(group))) for group in greedy]),
+        pass_at_8=estimate([float(any(_right(group))) for group in sampled]),
+        entropy=float(-logprobs.mean()),
+        truncated=float(np.mean([rollout.stop_reason == "length" for rollout in rollouts])),
+        answers=[_answer(one, many) for one, many in zip(greedy, sampled, strict=True)],
+    )
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of independent values with a 95 % normal interval, cut to [0, 1]."""
+    mean = float(np.mean(values))
+    half = 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 1.0
+    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half), len(values))
+
+
+def describe(label: str, result: Result) -> str:
+    """One line for people."""
+
+    def part(name: str, value: Estimate) -> str:
+        return f"{name} {value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
+
+    return (
+        f"held-out {label}, version {result.version}, {result.sampled.count} questions: "
+        f"{part('sampled', result.sampled)}, {part('greedy', result.greedy)}, {part('pass@8', result.pass_at_8)}, "
+        f"entropy {result.entropy:.3f}"
+    )
+
+
+def _right(group: Group) -> list[bool]:
+    return [rollout.reward is not None and rollout.reward >= 1.0 for rollout in group.rollouts]
+
+
+def _answer(greedy: Group, sampled: Group) -> Answer:
+    rollouts = (*greedy.rollouts, *sampled.rollouts)
+    return Answer(
+        task_id=greedy.lease.task.task_id,
+        question=greedy.lease.task.messages[-1].content,
+        completions=[rollout.text for rollout in rollouts],
+        extracted=[rollout.extracted for rollout in rollouts],
+        rewards=[rollout.reward for rollout in rollouts],
+    )

@@ -1,0 +1,107 @@
+"""torchrun --nproc-per-node 1 launch.py --config configs/X.toml [section.key=value ...] [--dry-run | --preview N]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from engine import environment
+from engine.config import Config, load
+from engine.errors import ConfigError, FarfieldError
+
+
+def main() -> int:
+    """Parse, check, run. Exit codes: 0 done, 2 bad config or arguments, 3 something is missing, 1 anything else."""
+    arguments = _parse()
+    environment.prepare()
+    try:
+        config = load(arguments.config, arguments.overrides)
+        _refuse_unbuilt(arguments)
+        if arguments.dry_run:
+            return _dry_run(config)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return _run(config, arguments)
+    except FarfieldError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="launch.py", description="Train a language model by reinforcement learning.")
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a file such as configs/quickstart.toml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the file")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--dry-run", action="store_true", help="print the resolved plan and exit")
+    mode.add_argument("--preview", type=int, metavar="N", help="show N prompts with samples and rewards, train nothing")
+    parser.add_argument("--role", choices=["learner", "rollout"], default="learner")
+    parser.add_argument("--join", metavar="tcp://HOST:PORT")
+    return parser.parse_intermixed_args()
+
+
+def _refuse_unbuilt(arguments: argparse.Namespace) -> None:
+    if arguments.role != "learner" or arguments.join:
+        raise ConfigError("--role", value=arguments.role, limit="not built yet", remedy="start without --role and --join")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise ConfigError("--nproc-per-node", value=ranks, limit="not built yet", remedy="use --nproc-per-node 1")
+    if arguments.preview is not None and arguments.preview < 1:
+        raise ConfigError("--preview", value=arguments.preview, limit="is below 1", remedy="ask for at least one prompt")
+
+
+def _dry_run(config: Config) -> int:
+    import msgspec
+
+    schedule, generate = config.schedule, config.generate
+    rollouts = schedule.groups_per_step * generate.group_size
+    print(msgspec.toml.encode(config).decode())
+    print(f"# {config.run.steps} steps of {schedule.groups_per_step} groups x {generate.group_size} = {rollouts} rollouts")
+    print(f"# up to {rollouts * generate.max_new_tokens} new tokens a step; staleness at most {schedule.max_staleness}")
+    return 0
+
+
+def _run(config: Config, arguments: argparse.Namespace) -> int:
+    from engine.host import end_children, run_host
+
+    try:
+        if arguments.preview is not None:
+            from engine.preview import run_preview
+
+            run_preview(config, arguments.preview)
+        else:
+            from evals.held_out import evaluate
+
+            run_host(config, arguments.config.stem, evaluate)
+        return 0
+    except KeyboardInterrupt:
+        print("stopped before the first step; there was nothing to save", file=sys.stderr)
+        return 0
+    except FarfieldError:
+        raise
+    except Exception as error:
+        return _report(error)
+    finally:
+        end_children()
+
+
+def _report(error: BaseException) -> int:
+    """The first failure's own traceback; the cancellations that followed it say nothing."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    traceback.print_exception(error)
+    if isinstance(error, FarfieldError):
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(f"error: {type(error).__name__}: {error}\n  -> the traceback above names the place; the engine's own log is "
+          "engine.log in the run folder", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
