@@ -64,17 +64,23 @@ def _dry_run(config: Config) -> int:
 
 
 def _run(config: Config, arguments: argparse.Namespace) -> int:
+    from engine.reward.pool import ScoringPool
+    from engine.tasks.source import TaskSource
+
+    # Before the heavy imports: what is wrong with tasks or scorers is said at once.
+    tasks = TaskSource(config.tasks, config.run.seed)
+    scorer = ScoringPool(config.tasks, config.reward)
     from engine.host import end_children, run_host
 
     try:
         if arguments.preview is not None:
             from engine.preview import run_preview
 
-            run_preview(config, arguments.preview)
+            run_preview(config, tasks, scorer, arguments.preview)
         else:
             from evals.held_out import evaluate
 
-            run_host(config, arguments.config.stem, evaluate)
+            run_host(config, arguments.config.stem, tasks, scorer, evaluate)
         return 0
     except KeyboardInterrupt:
         print("stopped before the first step; there was nothing to save", file=sys.stderr)

@@ -28,7 +28,6 @@ from engine.observe.metrics import Value
 from engine.observe.recorder import Recorder
 from engine.observe.terminal import Terminal, open_terminal
 from engine.protocols import Generator, Scorer, WeightRoute
-from engine.reward.pool import ScoringPool
 from engine.rollout.chat import Chat
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
@@ -53,10 +52,8 @@ class Evaluation(Protocol):
         ...
 
 
-def run_host(config: Config, config_name: str, evaluate: Evaluation) -> None:
+def run_host(config: Config, config_name: str, tasks: TaskSource, scorer: Scorer, evaluate: Evaluation) -> None:
     """A whole training run on this host, from an empty folder to the last checkpoint. Call on the main thread."""
-    tasks = TaskSource(config.tasks, config.run.seed)
-    scorer = ScoringPool(config.tasks, config.reward)
     folder = create_run_folder(config, config_name)
     terminal = open_terminal(config.observe.terminal, steps=config.run.steps, title=folder.name)
     try:

@@ -10,7 +10,7 @@ from engine.config import Config
 from engine.host import build_generator
 from engine.loop import judge
 from engine.observe.terminal import open_terminal, printable
-from engine.reward.pool import ScoringPool
+from engine.protocols import Scorer
 from engine.rollout.chat import Chat
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
@@ -20,10 +20,8 @@ from engine.types import Group, Lease, Sampling
 _SHOWN = 2
 
 
-def run_preview(config: Config, count: int) -> None:
+def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -> None:
     """Print N prompts as the model sees them, samples with extracted answers and rewards, and what they promise."""
-    tasks = TaskSource(config.tasks, config.run.seed)
-    scorer = ScoringPool(config.tasks, config.reward)
     folder = materialise(config.model.path)
     terminal = open_terminal("plain", steps=count, title="preview")
     with tempfile.TemporaryDirectory(prefix="farfield-preview-") as scratch:

@@ -25,7 +25,7 @@ from engine.types import Group, Lease, Sampling, Task
 
 SAMPLES = 8
 # Questions asked at once: progress shows, and a stop need not wait for the whole evaluation.
-_WAVE = 16
+_WAVE = 32
 # The engine's seeds depend on it alone, so that every version meets the same randomness.
 _SEED = 20_000
 
@@ -74,13 +74,12 @@ async def evaluate(
         stop=config.generate.stop,
     )
     version = generator.served_version
-    greedy: list[Group] = []
-    sampled: list[Group] = []
+    groups: list[Group] = []
     for start in range(0, len(questions), _WAVE):
         terminal.status(f"evaluating version {version}: {start}/{len(questions)} questions")
-        part = questions[start : start + _WAVE]
-        greedy += await _groups(driver, scorer, part, 1, msgspec.structs.replace(sampling, temperature=0.0), version)
-        sampled += await _groups(driver, scorer, part, SAMPLES, sampling, version)
+        leases = _leases(questions[start : start + _WAVE], sampling, version)
+        groups += [(await judge(scorer, group)).group for group in await driver.wave(leases)]
+    greedy, sampled = groups[0::2], groups[1::2]
     results = {
         label: summarise(
             version,
@@ -96,15 +95,15 @@ async def evaluate(
     return {f"eval/held_out/{label}": result.sampled.mean for label, result in results.items()}
 
 
-async def _groups(
-    driver: Driver, scorer: Scorer, tasks: Sequence[Task], size: int, sampling: Sampling, version: int
-) -> list[Group]:
-    leases = [
-        Lease(lease_id=f"held-out/{size}/{task.task_id}", order=0, task=task, group_size=size, sampling=sampling,
+def _leases(questions: Sequence[Task], sampling: Sampling, version: int) -> list[Lease]:
+    """Two for each question in turn: one greedy completion, and SAMPLES sampled ones."""
+    kinds = ((1, msgspec.structs.replace(sampling, temperature=0.0)), (SAMPLES, sampling))
+    return [
+        Lease(lease_id=f"held-out/{size}/{task.task_id}", order=0, task=task, group_size=size, sampling=chosen,
               served_version=version)
-        for task in tasks
+        for task in questions
+        for size, chosen in kinds
     ]
-    return [(await judge(scorer, group)).group for group in await driver.wave(leases)]
 
 
 def summarise(version: int, greedy: Sequence[Group], sampled: Sequence[Group]) -> Result:

@@ -88,13 +88,19 @@ class _Worker:
         self._closed = False
 
     async def judge(self, job: Job, timeout_s: float) -> Judgement | Failure:
-        """Raises TimeoutError past `timeout_s`, EOFError if the process died; it is gone then."""
-        if self._closed:
-            raise ScoringError("the scoring pool is closed")
-        if self._process is None or self._process.returncode is not None:
-            self._process = await _start(self._memory_mib)
+        """The process's word on `job`. It is killed unless it gives one, and whoever waits may be cancelled.
+
+        Raises:
+            TimeoutError: the scorer took longer than `timeout_s`.
+            EOFError: the process died while scoring.
+            ScoringError: it died before, or the pool is closed.
+        """
         answered = False
         try:
+            if self._process is None or self._process.returncode is not None:
+                self._process = await _start(self._memory_mib)
+            if self._closed:
+                raise ScoringError("the scoring pool is closed")
             reply = await self._load(self._process, job)
             if isinstance(reply, Started):
                 reply = await _reply(self._process, timeout_s)

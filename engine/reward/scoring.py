@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from engine.reward import family
 from engine.reward.answer import Kind, extract, same_answer
 
 _NAMED = ("exact", "letters")
+_DOTTED = re.compile(r"\w[\w.]*:\w+")
 HEADER_BYTES = 4
 
 Custom = Callable[[str, dict[str, Any]], float]
@@ -58,7 +60,7 @@ def frame(message: Job | Reply) -> bytes:
 
 
 def require_scorer(name: object, path: str) -> None:
-    """Refuse, before the run starts, a scorer that no worker could find.
+    """Refuse, before the run starts, a scorer that no worker could find. Imports the module of a dotted path.
 
     Raises:
         ConfigError: `name` is neither a named scorer nor the dotted path of a function.
@@ -67,7 +69,7 @@ def require_scorer(name: object, path: str) -> None:
         return
     limit = "is no scorer"
     try:
-        if isinstance(name, str) and ":" in name and callable(_resolve(name)):
+        if isinstance(name, str) and _DOTTED.fullmatch(name) and callable(_resolve(name)):
             return
     except (ImportError, AttributeError) as error:
         limit = str(error)

@@ -58,7 +58,9 @@ class ReasoningGym:
         self._held_out_seed = 2**31 + derive_seed("held_out", section.seed) % 2**30
         _check(self._package.factory.DATASETS, self._family, params, path)
         self._chunk_seed, self._chunk = -1, None
-        self._judged = self._has_own_scorer(path)
+        dataset = self._first_dataset(path)
+        own_scorer = type(dataset).score_answer is not self._package.dataset.ProceduralDataset.score_answer
+        self._judged = own_scorer and self._family not in _COMPARED_PLAINLY
 
     def train(self, index: int) -> Question:
         return self._question(self._train_seed, index)
@@ -80,10 +82,10 @@ class ReasoningGym:
             self._chunk_seed = seed
         return self._chunk
 
-    def _has_own_scorer(self, path: str) -> bool:
+    def _first_dataset(self, path: str) -> Any:
+        """Built, and its first item made, so that params of the wrong kind are refused now."""
         try:
-            dataset = self._dataset(self._train_seed)
-            dataset[0]
+            self._dataset(self._train_seed)[0]
         except (AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path}.params",
@@ -91,8 +93,7 @@ class ReasoningGym:
                 limit=f"is refused by reasoning_gym's {self._family}: {error or 'out of range'}",
                 remedy="see the family's config class for ranges",
             ) from error
-        own = type(dataset).score_answer is not self._package.dataset.ProceduralDataset.score_answer
-        return own and self._family not in _COMPARED_PLAINLY
+        return self._chunk
 
     def _plain(self, entry: dict[str, Any]) -> dict[str, Any]:
         try:

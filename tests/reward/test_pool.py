@@ -157,6 +157,18 @@ def test_the_time_limit_runs_from_the_scorers_start_not_while_queued() -> None:
     assert [score.reward for score in asyncio.run(main())] == [1.0] * 4
 
 
+def test_a_loop_that_was_held_up_kills_nobody() -> None:
+    async def main() -> Score:
+        async with pool_of("reward_functions:sleeps", timeout_s=0.4) as score:
+            await score("0")
+            scoring = asyncio.create_task(score("0.1"))
+            await asyncio.sleep(0.05)
+            time.sleep(0.8)  # noqa: ASYNC251 - the reply and the end of its time are both there afterwards
+            return await scoring
+
+    assert asyncio.run(main()).reward == 1.0
+
+
 @pytest.mark.parametrize("scorer", ["segfaults", "eats_memory", "leaves"])
 def test_a_worker_that_dies_is_marked_and_replaced(scorer: str) -> None:
     dead = Score(None, parts={"worker_died": 1.0})

@@ -73,6 +73,9 @@ def test_scorers_that_exist(name: str) -> None:
     [
         ("exakt", "did you mean exact"),
         ("length", "module:function of your own"),
+        (":score", "is no scorer"),
+        ("reward_functions:", "is no scorer"),
+        (".reward_functions:score", "is no scorer"),
         (5, "tasks.0.params.score = 5: is no scorer"),
         ("no_such_module:score", "No module named 'no_such_module'"),
         ("reward_functions:length_shares", "has no attribute 'length_shares'"),
