@@ -32,7 +32,7 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="launch.py", description="Train a language model by reinforcement learning.")
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="a file such as configs/quickstart.toml")
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="such as configs/quickstart.toml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="replaces a key of the file")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--dry-run", action="store_true", help="print the resolved plan and exit")
@@ -44,21 +44,22 @@ def _parse() -> argparse.Namespace:
 
 def _refuse_unbuilt(arguments: argparse.Namespace) -> None:
     if arguments.role != "learner" or arguments.join:
-        raise ConfigError("--role", value=arguments.role, limit="not built yet", remedy="start without --role and --join")
+        remedy = "start without --role and --join"
+        raise ConfigError("--role", value=arguments.role, limit="not built yet", remedy=remedy)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         raise ConfigError("--nproc-per-node", value=ranks, limit="not built yet", remedy="use --nproc-per-node 1")
     if arguments.preview is not None and arguments.preview < 1:
-        raise ConfigError("--preview", value=arguments.preview, limit="is below 1", remedy="ask for at least one prompt")
+        raise ConfigError("--preview", value=arguments.preview, limit="is below 1", remedy="ask for one at least")
 
 
 def _dry_run(config: Config) -> int:
     import msgspec
 
     schedule, generate = config.schedule, config.generate
-    rollouts = schedule.groups_per_step * generate.group_size
+    groups, rollouts = schedule.groups_per_step, schedule.groups_per_step * generate.group_size
     print(msgspec.toml.encode(config).decode())
-    print(f"# {config.run.steps} steps of {schedule.groups_per_step} groups x {generate.group_size} = {rollouts} rollouts")
+    print(f"# {config.run.steps} steps of {groups} groups x {generate.group_size} = {rollouts} rollouts")
     print(f"# up to {rollouts * generate.max_new_tokens} new tokens a step; staleness at most {schedule.max_staleness}")
     return 0
 

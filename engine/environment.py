@@ -27,10 +27,9 @@ def prepare() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Counters sent home by vLLM have no place in a training run.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if os.environ.get("OMP_NUM_THREADS") == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun's default when several ranks share a host; a single rank should use every core.
-        if os.environ.get("LOCAL_WORLD_SIZE") == "1":
-            del os.environ["OMP_NUM_THREADS"]
+    if os.environ.get("OMP_NUM_THREADS") == "1" and os.environ.get("LOCAL_WORLD_SIZE") == "1":
+        # torchrun means well for many ranks on a host; a single one should use every core.
+        del os.environ["OMP_NUM_THREADS"]
 
 
 @contextlib.contextmanager
@@ -62,7 +61,7 @@ def _descriptors_to(log_file: Path) -> Iterator[None]:
     sys.stderr.flush()
     saved = os.dup(1), os.dup(2)
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (open(os.dup(number), "w", buffering=1) for number in saved)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in saved)
     log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -14,7 +14,7 @@ from engine.protocols import Scorer
 from engine.rollout.chat import Chat
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
-from engine.train.model import end_token_ids, materialise
+from engine.train.model import materialise
 from engine.types import Group, Lease, Sampling
 
 _SHOWN = 2

@@ -88,11 +88,15 @@ async def evaluate(
         )
         for label in dict.fromkeys(task.env for task in questions)
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "held_out.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    _write(folder, results)
     for label, result in results.items():
         terminal.note(describe(label, result))
     return {f"eval/held_out/{label}": result.sampled.mean for label, result in results.items()}
+
+
+def _write(folder: Path, results: dict[str, Result]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "held_out.json").write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
 def _leases(questions: Sequence[Task], sampling: Sampling, version: int) -> list[Lease]:

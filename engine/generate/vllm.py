@@ -20,8 +20,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from engine.config import GenerateSection
 from engine.errors import GenerationError, MissingError
-from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
 from engine.types import Segment, SegmentRequest
+from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
 
 _GIB = 1 << 30
 # Then the engine is killed; its worker follows by the parent-death signal.
@@ -29,7 +29,9 @@ _SHUTDOWN_S = 1.0
 _ENDED = {"stop": "stop", "length": "length", "abort": "interrupted"}
 
 
-def engine_args(folder: Path, generate: GenerateSection, dtype: str, seed: int) -> AsyncEngineArgs:
+def engine_args(
+    folder: Path, generate: GenerateSection, dtype: str, seed: int, worker_extension: str = ""
+) -> AsyncEngineArgs:
     """Every setting that shapes sampling is explicit; nothing comes from the model's generation_config.json."""
     on_gpu = torch.cuda.is_available()
     return AsyncEngineArgs(
@@ -45,6 +47,7 @@ def engine_args(folder: Path, generate: GenerateSection, dtype: str, seed: int) 
         kv_cache_memory_bytes=int(generate.kv_cache_gib * _GIB),
         weight_transfer_config=WeightTransferConfig(backend="ipc" if on_gpu else SHARED_MEMORY_BACKEND),
         disable_log_stats=True,
+        worker_extension_cls=worker_extension,
         **({} if on_gpu else _cpu_args(generate)),
     )
 
@@ -69,13 +72,13 @@ class VllmGenerator:
     """
 
     def __init__(self, folder: Path, generate: GenerateSection, *, dtype: str, seed: int, end_token_ids: Sequence[int],
-                 log_file: Path) -> None:
+                 log_file: Path, worker_extension: str = "") -> None:
         self._end_token_ids = list(end_token_ids)
         self._open = 0
         self._served_version = 0
         register_weight_transfer()
         try:
-            self.llm = AsyncLLM.from_engine_args(engine_args(folder, generate, dtype, seed))
+            self.llm = AsyncLLM.from_engine_args(engine_args(folder, generate, dtype, seed, worker_extension))
         except (RuntimeError, ValueError) as error:
             raise MissingError(f"vLLM did not start: {error}", remedy=f"the engine's own log is {log_file}") from error
 
@@ -200,4 +203,4 @@ def _segment(output: CompletionOutput) -> Segment:
 
 
 def _dead(error: EngineDeadError) -> GenerationError:
-    return GenerationError(f"the vLLM engine died: {error}", remedy="its own log, engine.log in the run folder, says why")
+    return GenerationError(f"the vLLM engine died: {error}", remedy="engine.log in the run folder says why")

@@ -32,19 +32,22 @@ def packed_attention(
     end of each row, so the causal mask alone keeps it from every real token.
     """
     num_sequences, longest = pack_shape
+    # CPU kernels for bfloat16 attention take 2.6 times as long, forward and backward, as those for float32.
+    computed = torch.float32 if query.device.type == "cpu" else query.dtype
 
     def block(packed: torch.Tensor) -> torch.Tensor:
         heads, width = packed.shape[1], packed.shape[3]
-        flat = packed.new_zeros(num_sequences * longest, heads, width)
-        flat = flat.index_copy(0, pack_index, packed[0].transpose(0, 1))
+        flat = packed.new_zeros(num_sequences * longest, heads, width, dtype=computed)
+        flat = flat.index_copy(0, pack_index, packed[0].transpose(0, 1).to(computed))
         return flat.view(num_sequences, longest, heads, width).transpose(1, 2)
 
-    output = scaled_dot_product_attention(
-        block(query), block(key), block(value), is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
-    )
+    with torch.autocast(query.device.type, enabled=False):
+        output = scaled_dot_product_attention(
+            block(query), block(key), block(value), is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=True
+        )
     heads, width = output.shape[1], output.shape[3]
     packed = output.transpose(1, 2).reshape(num_sequences * longest, heads, width).index_select(0, pack_index)
-    return packed.unsqueeze(0), None
+    return packed.to(query.dtype).unsqueeze(0), None
 
 
 def pack_layout(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:

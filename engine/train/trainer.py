@@ -153,7 +153,7 @@ class TorchTrainer:
                 f"{MAX_BAD_STEPS} steps in a row had a loss or gradient that is not finite",
                 remedy="lower train.lr; look at mismatch/* and grad_norm in metrics.jsonl of the steps before",
             )
-        return StepResult(skipped="loss or gradient not finite", metrics=metrics)
+        return StepResult(skipped="loss or gradient not finite", metrics=metrics | {"loss": None})
 
 
 def _to_device(micro_batch: MicroBatch, device: torch.device) -> dict[str, torch.Tensor]:

@@ -78,6 +78,13 @@ class SharedMemoryUpdate(WeightTransferUpdateInfo):
     dtype_names: list[str]
     shapes: list[list[int]]
 
+    def metas(self) -> list[ParamMeta]:
+        """The tensors in their order."""
+        return [
+            ParamMeta(name, getattr(torch, dtype), tuple(shape))
+            for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True)
+        ]
+
 
 class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
     """The engine's side, in vLLM's worker process."""
@@ -94,13 +101,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
         with open(update_info.path, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
-        metas = [
-            ParamMeta(name, getattr(torch, dtype), tuple(shape))
-            for name, dtype, shape in zip(
-                update_info.names, update_info.dtype_names, update_info.shapes, strict=True
-            )
-        ]
-        self.model.load_weights(_views(memory, metas))
+        self.model.load_weights(views(memory, update_info.metas()))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -143,8 +144,8 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
 
     def send_weights(self) -> None:
         assert self.source is not None
-        views = _views(self._memory, self._metas)
-        for (name, target), (source_name, tensor) in zip(views, self.source, strict=True):
+        targets = views(self._memory, self._metas)
+        for (name, target), (source_name, tensor) in zip(targets, self.source, strict=True):
             if name != source_name:
                 raise RuntimeError(f"the model yields {source_name} where its manifest says {name}")
             target.copy_(tensor)
@@ -170,7 +171,8 @@ def _nbytes(meta: ParamMeta) -> int:
     return torch.Size(meta.shape).numel() * meta.dtype.itemsize
 
 
-def _views(memory: mmap.mmap, metas: list[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+def views(memory: mmap.mmap, metas: list[ParamMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors that lie back to back in `memory`."""
     offset = 0
     for meta in metas:
         flat = torch.frombuffer(memory, dtype=meta.dtype, count=torch.Size(meta.shape).numel(), offset=offset)

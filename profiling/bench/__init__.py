@@ -1,0 +1,1 @@
+"""Performance claims, one script each: it prints a ratio measured in one run."""

@@ -1,0 +1,298 @@
+"""The optimizer step against a straightforward one: plain transformers, sequence by sequence, autograd of the formula."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hand_made import config, group, rollout
+from transformers import AutoModelForCausalLM
+
+from engine.algorithms.loss import MismatchSums
+from engine.config import TrainSection
+from engine.errors import MissingError, TrainingError
+from engine.train import head
+from engine.train.pack import build_batch
+from engine.train.trainer import TorchTrainer, _require_plain_head, learning_rate
+from engine.types import Batch, Group
+
+pytestmark = pytest.mark.usefixtures("one_cpu")
+
+Gradient = dict[str, torch.Tensor]
+
+
+def trainer(folder: Path, *, preset: str = "cispo", steps: int = 5, **train: Any) -> TorchTrainer:
+    return TorchTrainer(config(run={"steps": steps}, train=train, algorithm={"preset": preset}), folder)
+
+
+def groups(temperature: float = 1.0, *, members: int = 7, sampled: int = 8) -> list[Group]:
+    """One group of random rollouts of equal length. Behaviour log-probs around -4.5 put ratios on both sides of the
+    presets' bounds: a random model gives each of the 261 tokens about -5.6, give or take 1."""
+    draws = np.random.default_rng(3)
+    return [
+        group(
+            *(
+                rollout(
+                    float(draws.integers(0, 3)),
+                    prompt=draws.integers(0, 261, 4).tolist(),
+                    sampled=draws.integers(0, 261, sampled).tolist(),
+                    logprobs=draws.normal(-5.6 / temperature, 1.5, sampled).tolist(),
+                    index=index,
+                )
+                for index in range(members)
+            )
+        )
+    ]
+
+
+def batch_of(groups: Sequence[Group], *, micro_batch_tokens: int = 1000, temperature: float = 1.0) -> Batch:
+    batch, _ = build_batch(
+        groups, estimator="leave_one_out", micro_batch_tokens=micro_batch_tokens, temperature=temperature
+    )
+    return batch
+
+
+def gradient(of: TorchTrainer, batch: Batch) -> tuple[Gradient, MismatchSums]:
+    """What `step` would clip and apply."""
+    of.model.zero_grad()
+    sums = MismatchSums()
+    for micro in batch.micro_batches[0]:
+        of.accumulate(micro, batch, sums)
+    grads = {name: parameter.grad.clone() for name, parameter in of.model.named_parameters()}  # pyright: ignore
+    return grads, sums
+
+
+def weights(of: TorchTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in of.model.named_parameters()}
+
+
+def unchanged(of: TorchTrainer, before: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(before[name], parameter) for name, parameter in of.model.named_parameters())
+
+
+def relative_distance(left: Gradient, right: Gradient) -> float:
+    """Largest over parameters of |left - right| / |right|."""
+    assert left.keys() == right.keys()
+    return max(float((left[name] - right[name]).norm() / right[name].norm()) for name in left)
+
+
+def by_hand(
+    folder: Path, groups: Sequence[Group], preset: str, temperature: float
+) -> tuple[Gradient, float, list[list[float]]]:
+    """Gradient, loss and log-probs: one plain forward per rollout in float64, loss summed and divided at the end."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    total, tokens, logprobs = torch.zeros((), dtype=torch.float64), 0, []
+    for one in groups:
+        rewards = [member.reward for member in one.rollouts]
+        for index, member in enumerate(one.rollouts):
+            others = [reward for other, reward in enumerate(rewards) if other != index]
+            advantage = rewards[index] - sum(others) / len(others)  # pyright: ignore
+            ids, sampled = torch.tensor(member.token_ids.tolist()), torch.tensor(member.trainable.tolist())
+            logits = plain(input_ids=ids.unsqueeze(0)).logits[0]
+            log_pi = torch.log_softmax(logits[:-1] / temperature, -1)[range(len(ids) - 1), ids[1:]][sampled[1:]]
+            log_mu = torch.tensor(member.logprobs.tolist(), dtype=torch.float64)[sampled]
+            ratio = (log_pi - log_mu).exp()
+            if preset == "cispo":
+                total = total - (ratio.detach().clamp(max=5.0) * advantage * log_pi).sum()
+            else:
+                total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+            tokens += len(log_pi)
+            logprobs.append(log_pi.tolist())
+    (total / tokens).backward()
+    grads = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return grads, float(total.detach()) / tokens, logprobs  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("preset", ["cispo", "ppo_clip"])
+def test_gradient_is_the_straightforward_one(tiny_folder: Path, preset: str, temperature: float) -> None:
+    given = groups(temperature)
+    expected, loss, _ = by_hand(tiny_folder, given, preset, temperature)
+    batch = batch_of(given, micro_batch_tokens=40, temperature=temperature)
+    grads, sums = gradient(trainer(tiny_folder, preset=preset), batch)
+    assert 0.02 < sums.touched / sums.tokens < 0.98  # the rule is on trial
+    assert sums.loss == pytest.approx(loss, rel=1e-5)
+    assert relative_distance({name: grad.double() for name, grad in grads.items()}, expected) < 2e-5
+
+
+def test_gradient_of_an_untied_head_too(untied_folder: Path) -> None:
+    given = groups()
+    expected, _, _ = by_hand(untied_folder, given, "cispo", 1.0)
+    grads, _ = gradient(trainer(untied_folder), batch_of(given))
+    assert "lm_head.weight" in grads
+    assert relative_distance({name: grad.double() for name, grad in grads.items()}, expected) < 2e-5
+
+
+def test_one_step_cut_into_1_2_or_7_micro_batches_has_one_gradient(tiny_folder: Path) -> None:
+    """Seven rollouts of 12 tokens: one micro-batch holds all, four or one of them."""
+    by_count: dict[int, Gradient] = {}
+    for limit in (84, 48, 12):
+        batch = batch_of(groups(), micro_batch_tokens=limit)
+        by_count[len(batch.micro_batches[0])], _ = gradient(trainer(tiny_folder), batch)
+    assert list(by_count) == [1, 2, 7]
+    assert relative_distance(by_count[2], by_count[1]) < 1e-6
+    assert relative_distance(by_count[7], by_count[1]) < 1e-6
+
+
+def test_the_heads_chunks_have_one_gradient(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = gradient(trainer(tiny_folder), batch_of(groups()))
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 5)
+    chunked, _ = gradient(trainer(tiny_folder), batch_of(groups()))
+    assert relative_distance(chunked, whole) < 1e-6
+
+
+def test_shifted_behaviour_changes_the_default_gradient(tiny_folder: Path) -> None:
+    """By e, where every ratio is below the cap: behaviour log-probs are far above what the model gives."""
+
+    def with_behaviour(logprob: float) -> Gradient:
+        one = group(
+            rollout(1.0, sampled=[5, 6], logprobs=[logprob] * 2),
+            rollout(0.0, sampled=[7, 8], logprobs=[logprob] * 2, index=1),
+        )
+        return gradient(trainer(tiny_folder), batch_of([one]))[0]
+
+    plain, shifted = with_behaviour(-1.0), with_behaviour(-2.0)
+    assert relative_distance(shifted, {name: math.e * grad for name, grad in plain.items()}) < 1e-5
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_the_straightforward_ones(tiny_folder: Path, temperature: float) -> None:
+    given = groups(temperature)
+    _, _, expected = by_hand(tiny_folder, given, "cispo", temperature)
+    (micro,) = batch_of(given, temperature=temperature).micro_batches[0]
+    logprobs = trainer(tiny_folder).logprobs(micro, temperature)
+    assert logprobs[micro.trainable] == pytest.approx(np.concatenate(expected), abs=2e-5)
+    assert not logprobs[~micro.trainable].any()
+
+
+def test_a_step_says_what_it_did(tiny_folder: Path) -> None:
+    given = groups()
+    expected, loss, logprobs = by_hand(tiny_folder, given, "cispo", 1.0)
+    behaviour = np.concatenate([member.logprobs[member.trainable] for member in given[0].rollouts]).astype(np.float64)
+    log_ratio = np.concatenate(logprobs) - behaviour
+    trained = trainer(tiny_folder, lr=1e-3)
+    result = trained.step(batch_of(given))
+    assert (result.skipped, trained.version) == ("", 1)
+    assert result.metrics["loss"] == pytest.approx(loss, rel=1e-5)
+    assert result.metrics["lr"] == 1e-3
+    norm = math.sqrt(sum(float(grad.square().sum()) for grad in expected.values()))
+    assert result.metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert result.metrics["mismatch/k1"] == pytest.approx(-log_ratio.mean(), rel=1e-5)
+    assert result.metrics["mismatch/k3"] == pytest.approx((np.exp(log_ratio) - 1 - log_ratio).mean(), rel=1e-5)
+
+
+def test_a_step_is_clipped_adam_at_the_scheduled_rate(tiny_folder: Path) -> None:
+    """Adam's first update is lr g / (|g| + eps), whatever the size of g, after decay by lr times weight_decay."""
+    given, rate, decay = groups(), 1e-3, 0.1
+    grads, _ = gradient(trainer(tiny_folder), batch_of(given))
+    trained = trainer(tiny_folder, lr=2 * rate, warmup_steps=2, weight_decay=decay, grad_clip=1e-3)
+    before = weights(trained)
+    result = trained.step(batch_of(given))
+    assert result.metrics["lr"] == rate
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+    assert norm > 1e-2  # clipping is on trial
+    for name, parameter in trained.model.named_parameters():
+        grad = grads[name] * 1e-3 / norm
+        expected = before[name] * (1 - rate * decay) - rate * grad / (grad.abs() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=2e-6)
+
+
+def test_a_batch_without_signal_changes_nothing(tiny_folder: Path) -> None:
+    trained = trainer(tiny_folder)
+    before = weights(trained)
+    flat = [group(*(rollout(0.1, index=index) for index in range(7)))]
+    result = trained.step(batch_of(flat))
+    assert result.skipped == "no group has a signal"
+    assert result.metrics == {}
+    assert trained.version == 0
+    assert unchanged(trained, before)
+
+
+def poisoned() -> list[Group]:
+    """The engine's log-prob of one token is NaN."""
+    (one,) = groups()
+    one.rollouts[2].logprobs[6] = math.nan
+    return [one]
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(tiny_folder: Path) -> None:
+    trained, untouched = trainer(tiny_folder, lr=1e-3), trainer(tiny_folder, lr=1e-3)
+    before = weights(trained)
+    result = trained.step(batch_of(poisoned()))
+    assert result.skipped == "loss or gradient not finite"
+    assert result.metrics["loss"] is None
+    assert trained.version == 0
+    assert unchanged(trained, before)
+    for one in (trained, untouched):
+        one.step(batch_of(groups()))
+    assert trained.version == 1
+    assert unchanged(trained, weights(untouched))
+
+
+def test_five_in_a_row_end_the_run_and_four_do_not(tiny_folder: Path) -> None:
+    trained = trainer(tiny_folder)
+    for _ in range(4):
+        assert trained.step(batch_of(poisoned())).skipped
+    assert not trained.step(batch_of(groups())).skipped
+    for _ in range(4):
+        assert trained.step(batch_of(poisoned())).skipped
+    with pytest.raises(TrainingError, match="5 steps in a row.*not finite"):
+        trained.step(batch_of(poisoned()))
+    assert trained.version == 1
+
+
+def test_small_steps_do_change_the_weights_under_bf16_autocast(tiny_folder: Path) -> None:
+    """lr 1e-6 for 20 steps: far below bf16's spacing at these weights (.12 / 256), so only float32 masters move."""
+    trained = trainer(tiny_folder, steps=20, lr=1e-6, dtype="bfloat16")
+    before = weights(trained)
+    for _ in range(20):
+        assert not trained.step(batch_of(groups())).skipped
+    assert trained.version == 20
+    for name, parameter in trained.model.named_parameters():
+        assert parameter.dtype == torch.float32
+        moved = (parameter.detach() - before[name]).abs()
+        assert float(moved.median()) > 1e-6, name
+        assert float(moved.max()) < 3e-5, name
+
+
+def test_bf16_autocast_is_near_float32(tiny_folder: Path) -> None:
+    precise, _ = gradient(trainer(tiny_folder), batch_of(groups()))
+    coarse, _ = gradient(trainer(tiny_folder, dtype="bfloat16"), batch_of(groups()))
+    assert 1e-4 < relative_distance(coarse, precise) < 0.1
+    assert all(grad.dtype == torch.float32 for grad in coarse.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "total", "expected"),
+    [
+        ({}, 3, [1.0, 1.0, 1.0]),
+        ({"warmup_steps": 2}, 4, [0.5, 1.0, 1.0, 1.0]),
+        ({"warmup_steps": 4}, 4, [0.25, 0.5, 0.75, 1.0]),
+        ({"schedule": "linear"}, 4, [1.0, 0.75, 0.5, 0.25]),
+        ({"schedule": "linear", "warmup_steps": 2}, 6, [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        ({"schedule": "linear", "warmup_steps": 3}, 3, [1 / 3, 2 / 3, 1.0]),
+        # (1 + cos(pi done)) / 2 at done = 0, 1/3, 2/3.
+        ({"schedule": "cosine"}, 3, [1.0, 0.75, 0.25]),
+        ({"schedule": "cosine", "warmup_steps": 1}, 5, [1.0, 1.0, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.5 - 0.25 * math.sqrt(2)]),
+        ({"schedule": "cosine", "warmup_steps": 2}, 2, [0.5, 1.0]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_learning_rates_by_hand(settings: dict[str, Any], total: int, expected: list[float]) -> None:
+    train = TrainSection(lr=1.0, **settings)
+    rates = [learning_rate(train, update, total) for update in range(1, total + 1)]
+    assert rates == pytest.approx(expected, abs=1e-12)
+    assert min(rates) > 0
+
+
+@pytest.mark.parametrize("name", ["final_logit_softcapping", "logits_scaling", "logit_scale"])
+def test_a_head_that_needs_more_is_refused(name: str) -> None:
+    with pytest.raises(MissingError, match=rf"{name} = 8\.0"):
+        _require_plain_head(SimpleNamespace(**{name: 8.0}))
+    _require_plain_head(SimpleNamespace(**{name: 1.0}))
