@@ -13,8 +13,11 @@ CONFIG := configs/$(if $(filter gpu,$(HARDWARE)),one_gpu,quickstart).toml
 
 UV := $(BIN)/uv pip
 SYNC := $(UV) sync --python $(BIN)/python --compile-bytecode $(LOCK)
+# A machine whose package index has no CPU build of torch takes it from PyTorch's own, and the rest as before.
+FROM_PYTORCH_INDEX = [ $(HARDWARE) = cpu ] && echo "once more, with torch from PyTorch's own index" && \
+	$(UV) install --python $(BIN)/python --no-deps --torch-backend cpu $$(grep '^torch==' $(LOCK))
 COMPILE := $(UV) compile --quiet --upgrade --no-annotate --no-header --python-version 3.11 \
-	--python-platform x86_64-manylinux_2_28 --extra dev
+	--python-platform x86_64-manylinux_2_28 --extra dev --overrides requirements/overrides.txt
 # Folders of wheels that pip is told of: a CPU build of torch may lie there, so uv is told of them too.
 FIND_LINKS = $$(for key in :env:.find-links global.find-links install.find-links; do \
 	$(BIN)/python -m pip config get $$key 2>/dev/null; done | tr -s '[:space:]' ',' | sed 's/,$$//')
@@ -49,9 +52,7 @@ install: $(INSTALLED) ## make .venv with everything in it
 
 $(INSTALLED): $(LOCK) pyproject.toml | .venv
 	@echo "installing $(LOCK) into .venv"
-	@export UV_FIND_LINKS="$(FIND_LINKS)"; $(SYNC) || $(if $(filter cpu,$(HARDWARE)),{ \
-		echo "once more, with torch from PyTorch's own index"; \
-		$(UV) install --python $(BIN)/python --no-deps --torch-backend cpu $$(grep '^torch==' $(LOCK)) && $(SYNC); },exit 1)
+	@export UV_FIND_LINKS="$(FIND_LINKS)"; $(SYNC) || { $(FROM_PYTORCH_INDEX) && $(SYNC); }
 	@$(UV) install --quiet --python $(BIN)/python --no-deps --editable .
 	@rm -f .venv/installed-*
 	@touch $@
@@ -59,7 +60,7 @@ $(INSTALLED): $(LOCK) pyproject.toml | .venv
 .venv:
 	@for python in python3 python3.12 python3.11; do \
 		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null || continue; \
-		$$python -m venv .venv && $(BIN)/python -m pip install --quiet uv==$(UV_VERSION) && exit 0; \
+		$$python -m venv .venv && $(BIN)/python -m pip install -qq uv==$(UV_VERSION) && exit 0; \
 		rm -rf .venv; \
 		echo "$$python could not make .venv: it needs its venv module (Debian: python3-venv) and a package index" >&2; \
 		exit 1; \
@@ -67,7 +68,7 @@ $(INSTALLED): $(LOCK) pyproject.toml | .venv
 	echo "Farfield needs Python 3.11 or 3.12 as python3, python3.12 or python3.11 on the PATH" >&2; exit 1
 
 lock: .venv ## resolve pyproject.toml anew into the lock files
-	@UV_FIND_LINKS="$(FIND_LINKS)" $(COMPILE) --extra cpu --overrides requirements/overrides.txt \
+	@UV_FIND_LINKS="$(FIND_LINKS)" $(COMPILE) --extra cpu --overrides requirements/overrides-cpu.txt \
 		--output-file requirements/cpu.lock pyproject.toml
 	@$(COMPILE) --extra gpu --output-file requirements/gpu.lock pyproject.toml
 

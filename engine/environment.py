@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging.config
 import os
 import sys
 from collections.abc import Iterator
@@ -86,6 +87,8 @@ def _logging_config(log_file: Path) -> Path:
         "handlers": {"file": handler},
         "loggers": {"vllm": {"handlers": ["file"], "level": "INFO", "propagate": False}},
     }
+    # This process too: vLLM logs while it is imported, before it reads the file.
+    logging.config.dictConfig(config)
     path = log_file.with_suffix(".logging.json")
     path.write_text(json.dumps(config))
     return path

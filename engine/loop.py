@@ -131,6 +131,7 @@ async def train(run: Run) -> int:
         if groups is None:
             return step - 1
         async with run.slice.training():
+            generator_busy_s = run.driver.busy_s()
             batch, fates = _batch(run, groups)
             version_before = run.trainer.version
             with timings.measure("train"):
@@ -138,12 +139,14 @@ async def train(run: Run) -> int:
             if not result.skipped:
                 with timings.measure("publish"):
                     await _within(run, "the weight update", run.route.publish(run.trainer.version))
-            await run.admission.published()
             with timings.measure("eval"):
                 await run.after_step(step)
+            run.driver.busy_s()  # not counted: what was open was held back
         timings.add("switch", run.slice.switch_s)
+        # Outside the slice: nothing holds back a wave, which begins as soon as its groups are admitted.
+        await run.admission.published()
         run.recorder.step(
-            step, version_before, run.trainer.version, fates, batch, result, timings, run.driver.busy_s()
+            step, version_before, run.trainer.version, fates, batch, result, timings, generator_busy_s
         )
     return run.config.run.steps
 
@@ -207,9 +210,11 @@ async def _within(run: Run, what: str, work: Awaitable[Any]) -> Any:
     """
     limit_s = run.config.run.stage_timeout_s
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(limit_s) as limit:
             return await work
     except TimeoutError as error:
+        if not limit.expired():
+            raise
         remedy = "raise run.stage_timeout_s if that is normal"
         raise StalledError(f"{what} took more than {limit_s} s", remedy=remedy) from error
 

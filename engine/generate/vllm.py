@@ -135,6 +135,8 @@ class VllmGenerator:
     async def close(self) -> None:
         """See `protocols.Generator.close`."""
         self.llm.shutdown(timeout=_SHUTDOWN_S)
+        # Its finaliser shuts down once more and must not run when the interpreter is half gone.
+        del self.llm
 
     async def _add(self, request: SegmentRequest) -> RequestOutputCollector:
         prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())

@@ -70,12 +70,12 @@ def _cached(name: str, build: Callable[[Path], None]) -> Path:
 
 def _from_hub(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise MissingError(
             f"model.path = {hub_id!r}: not in the local hub cache and not to be fetched ({type(error).__name__})",
             remedy="check the id and the network (HF_HUB_OFFLINE=1 forbids it), or name a local folder",

@@ -36,7 +36,7 @@ def takes(kind: Any) -> str:
         return ", ".join(f"`{choice}`" if choice != "" else "empty" for choice in get_args(kind))
     if get_origin(kind) is tuple:
         parts = get_args(kind)
-        return f"list of {takes(parts[0])}" if parts[-1] is Ellipsis else f"{len(parts)} times {takes(parts[0])}"
+        return f"list: {takes(parts[0])}" if parts[-1] is Ellipsis else f"list of {len(parts)}: {takes(parts[0])}"
     return _WORDS[get_origin(kind) or kind]
 
 
@@ -63,13 +63,17 @@ def shown(value: Any) -> str:
 
 
 def works(key: str, default: Any) -> str:
-    """Which values are built; empty when all are."""
-    if key == "model.path":
-        return "all but `petri`"
-    built = NOT_BUILT.get(key)
+    """Which values are built."""
+    match key:
+        case "model.path":
+            return "all but `petri`"
+        case "tasks.env":
+            return '`"reasoning_gym"`, `"jsonl"`'
+        case _:
+            built = NOT_BUILT.get(key)
     if built is None:
-        return ""
-    return "not built yet" if built == (default,) else ", ".join(shown(value) for value in built)
+        return "all"
+    return "default only" if built == (default,) else ", ".join(shown(value) for value in built)
 
 
 def schema() -> dict[str, list[str]]:
@@ -128,5 +132,5 @@ def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (page.parent / link).exists()] == []
-    files = re.findall(r"`((?:engine|evals|configs|requirements|tests|docs)/[\w./-]+\.\w+)`", text)
+    files = re.findall(r"`((?:engine|evals|configs|requirements|docs)/[\w./-]+\.(?:py|toml|lock|txt|md))`", text)
     assert [file for file in files if not (ROOT / file).exists()] == []

@@ -37,8 +37,8 @@ def assert_round_trip(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "2 + 3?", "  two  spaces , then . ", "\r\n\t", "\x00", "\x00a\x1b[31m\x7f", "😀 👩\u200d👩\u200d👧", "e\u0301 é ﬁ",
-     "שלום", "don't  I'm", "\ufeff\u2028\U0010ffff"],
+    ["", "2 + 3?", "  two  spaces , then . ", "\r\n\t", "\x00", "\x00a\x1b[31m\x7f", "😀 👩\u200d👩\u200d👧",
+     "e\u0301 é ﬁ", "שלום", "don't  I'm", "\ufeff\u2028\U0010ffff"],
     ids=ascii,
 )  # fmt: skip
 def test_any_text_comes_back(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
@@ -56,7 +56,8 @@ def test_one_turn_of_chat(tokenizer: PreTrainedTokenizerBase) -> None:
     shown = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert shown == "<|system|>Be brief.<|end|><|user|>2 + 3?<|end|><|assistant|>"
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    end, system, user, assistant = tokenizer.convert_tokens_to_ids(["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"])
+    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    end, system, user, assistant = tokenizer.convert_tokens_to_ids(special)
     first, second = tokenizer.encode("Be brief."), tokenizer.encode("2 + 3?")
     assert ids == [system, *first, end, user, *second, end, assistant]
 

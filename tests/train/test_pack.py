@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -22,8 +23,7 @@ def sequences(batch: Batch) -> list[tuple[MicroBatch, slice]]:
     """Each packed sequence: its micro-batch and its place there."""
     found: list[tuple[MicroBatch, slice]] = []
     for micro in batch.micro_batches[0]:
-        bounds = micro.cu_seqlens.tolist()
-        found += [(micro, slice(start, end)) for start, end in zip(bounds, bounds[1:], strict=False)]
+        found += [(micro, slice(start, end)) for start, end in itertools.pairwise(micro.cu_seqlens.tolist())]
     return found
 
 

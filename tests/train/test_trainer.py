@@ -1,4 +1,4 @@
-"""The optimizer step against a straightforward one: plain transformers, sequence by sequence, autograd of the formula."""
+"""The optimizer step against a straightforward one: transformers, sequence by sequence, autograd of the formula."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_five_in_a_row_end_the_run_and_four_do_not(tiny_folder: Path) -> None:
     assert not trained.step(batch_of(groups())).skipped
     for _ in range(4):
         assert trained.step(batch_of(poisoned())).skipped
-    with pytest.raises(TrainingError, match="5 steps in a row.*not finite"):
+    with pytest.raises(TrainingError, match=r"5 steps in a row.*not finite"):
         trained.step(batch_of(poisoned()))
     assert trained.version == 1
 
@@ -279,7 +279,8 @@ def test_bf16_autocast_is_near_float32(tiny_folder: Path) -> None:
         ({"schedule": "linear", "warmup_steps": 3}, 3, [1 / 3, 2 / 3, 1.0]),
         # (1 + cos(pi done)) / 2 at done = 0, 1/3, 2/3.
         ({"schedule": "cosine"}, 3, [1.0, 0.75, 0.25]),
-        ({"schedule": "cosine", "warmup_steps": 1}, 5, [1.0, 1.0, 0.5 + 0.25 * math.sqrt(2), 0.5, 0.5 - 0.25 * math.sqrt(2)]),
+        # (1 + cos(pi / 4)) / 2 = .8536 and (1 - cos(pi / 4)) / 2 = .1464.
+        ({"schedule": "cosine", "warmup_steps": 1}, 5, [1.0, 1.0, 0.8535533906, 0.5, 0.1464466094]),
         ({"schedule": "cosine", "warmup_steps": 2}, 2, [0.5, 1.0]),
     ],
     ids=str,
@@ -287,7 +288,7 @@ def test_bf16_autocast_is_near_float32(tiny_folder: Path) -> None:
 def test_learning_rates_by_hand(settings: dict[str, Any], total: int, expected: list[float]) -> None:
     train = TrainSection(lr=1.0, **settings)
     rates = [learning_rate(train, update, total) for update in range(1, total + 1)]
-    assert rates == pytest.approx(expected, abs=1e-12)
+    assert rates == pytest.approx(expected, abs=1e-9)
     assert min(rates) > 0
 
 

@@ -1,0 +1,114 @@
+"""Prompts token by token, and where a stop string cuts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hand_made import task
+from transformers import AutoTokenizer
+
+from engine.errors import DataError, MissingError
+from engine.rollout.chat import Chat
+from engine.types import Int32, Message, Task
+
+
+@pytest.fixture
+def chat(tiny_folder: Path) -> Chat:
+    return Chat(tiny_folder, max_prompt_tokens=20)
+
+
+@pytest.fixture
+def folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """A copy to change."""
+    return shutil.copytree(tiny_folder, tmp_path / "model")
+
+
+def ids_of(folder: Path, text: str) -> Int32:
+    return np.asarray(AutoTokenizer.from_pretrained(folder).encode(text, add_special_tokens=False), np.int32)
+
+
+def test_a_prompt_ends_where_the_assistant_begins(chat: Chat, tiny_folder: Path) -> None:
+    prompt = chat.encode(task(content="2 + 3?"))
+    assert prompt.dtype == np.int32
+    assert chat.decode_all(prompt) == "<|user|>2 + 3?<|end|><|assistant|>"
+    text = ids_of(tiny_folder, "2 + 3?")
+    assert prompt.tolist() == [259, *text.tolist(), 256, 260]
+
+
+def test_every_message_is_in_it(chat: Chat) -> None:
+    first = task()
+    turns = (Message("system", "Be"), Message("user", "a"), Message("assistant", "b"), Message("user", "c"))
+    prompt = chat.encode(
+        Task(task_id="t", env="t", index=0, messages=turns, answer=first.answer, seed=0)
+    )
+    assert chat.decode_all(prompt) == (
+        "<|system|>Be<|end|><|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>"
+    )
+
+
+def test_a_prompt_that_is_too_long_is_the_datas_fault(chat: Chat) -> None:
+    assert len(chat.encode(task(content="x" * 17))) == 20
+    with pytest.raises(DataError, match=r"task sums/7: its prompt has 21 tokens, 20 fit\n  -> raise generate"):
+        chat.encode(task(7, content="x" * 18))
+
+
+def test_a_tokenizer_that_adds_a_bos_adds_no_second_one(folder: Path) -> None:
+    """<|pad|> plays the BOS: the tokenizer puts it before every text, and so does the template."""
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    bos, text = {"SpecialToken": {"id": "<|pad|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    settings["post_processor"] = {
+        "type": "TemplateProcessing", "single": [bos, text], "pair": [bos, text, text],
+        "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [257], "tokens": ["<|pad|>"]}},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    template = folder / "chat_template.jinja"
+    template.write_text("<|pad|>" + template.read_text())
+    assert AutoTokenizer.from_pretrained(folder).encode("x")[0] == 257
+    assert (Chat(folder, 20).encode(task()) == 257).sum() == 1
+
+
+def test_a_model_without_a_chat_template_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(MissingError, match=r"no chat template\n.*instruction-tuned"):
+        Chat(folder, 20)
+
+
+def test_special_tokens_show_only_on_demand(chat: Chat, tiny_folder: Path) -> None:
+    ids = np.asarray([*ids_of(tiny_folder, "a b"), 256], np.int32)
+    assert chat.decode(ids) == "a b"
+    assert chat.decode_all(ids) == "a b<|end|>"
+    assert chat.decode(ids[:0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "cut"),
+    [
+        ("ab STOP cd", ("STOP",), 7),
+        ("ab STOP", ("STOP",), 7),
+        ("STOP STOP", ("STOP",), 4),
+        ("ab. cd; ef", (";", "."), 3),
+        ("abc", ("b", "abc"), 2),
+        ("naïve", ("ï",), 4),  # two bytes, so two tokens
+        ("ab STO", ("STOP",), None),
+        ("ab STOP", (), None),
+        ("", ("STOP",), None),
+    ],
+)
+def test_the_cut_is_the_shortest_prefix_that_holds_a_stop_string(
+    chat: Chat, tiny_folder: Path, text: str, stops: tuple[str, ...], cut: int | None
+) -> None:
+    assert chat.cut_at_stop(ids_of(tiny_folder, text), stops) == cut
+
+
+def test_a_stop_string_inside_a_longer_token_keeps_the_token(folder: Path) -> None:
+    """What was sampled stays whole: the cut comes after the token in which the stop string ends."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["xSTOPy"])
+    tokenizer.save_pretrained(folder)
+    ids = ids_of(folder, "abxSTOPycd")
+    assert len(ids) == 5
+    assert Chat(folder, 20).cut_at_stop(ids, ("STOP",)) == 3

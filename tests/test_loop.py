@@ -1,0 +1,623 @@
+"""The stages together: fake generator, stubs for the rest, simulated time; at the end once in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hand_made import config, lease, task
+
+from engine import clock, loop
+from engine.admission import Admission
+from engine.clock import now, run_virtual
+from engine.errors import StalledError
+from engine.generate.fake import FakeGenerator, geometric
+from engine.loop import Run, run_stages
+from engine.observe.metrics import Row, read_groups
+from engine.observe.recorder import Recorder
+from engine.observe.terminal import SilentTerminal
+from engine.protocols import Score, StepResult
+from engine.rollout.chat import Chat
+from engine.rollout.drive import Driver
+from engine.timeslice import TimeSlice
+from engine.train.thread import TrainingThread
+from engine.types import Batch, Group, Rollout, Segment, SegmentRequest, Task, Version
+
+PER_STEP, GROUP_SIZE = 2, 2
+
+
+class Tasks:
+    """An endless list."""
+
+    def __init__(self) -> None:
+        self.given = 0
+
+    def next(self) -> Task:
+        self.given += 1
+        return task(self.given)
+
+
+class CountingTrainer:
+    """Counts steps; changes no weights without a signal."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.batches: list[Batch] = []
+
+    def step(self, batch: Batch) -> StepResult:
+        self.batches.append(batch)
+        if not batch.num_tokens:
+            return StepResult(skipped="no group has a signal")
+        self.version += 1
+        return StepResult(metrics={"loss": 0.5})
+
+
+class InlineThread:
+    """Calls take `takes_s` of simulated time on the loop itself."""
+
+    def __init__(self, takes_s: float = 0.0) -> None:
+        self.takes_s = takes_s
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        await asyncio.sleep(self.takes_s)
+        return function(*args)
+
+
+class Alternating:
+    """Every second member of a group is right."""
+
+    async def score(self, task: Task, rollout: Rollout) -> Score:
+        await asyncio.sleep(0.1)
+        return Score(float(rollout.index_in_group % 2))
+
+
+class NoVerdict:
+    """Nothing gets a reward."""
+
+    async def score(self, task: Task, rollout: Rollout) -> Score:
+        return Score(None, timed_out=True)
+
+
+class LabelRoute:
+    """The version is a label, which takes `takes_s` to be known."""
+
+    def __init__(self, generator: FakeGenerator, takes_s: float = 0.5) -> None:
+        self._generator = generator
+        self._takes_s = takes_s
+        self.published: list[int] = []
+
+    async def publish(self, number: int) -> Version:
+        await asyncio.sleep(self._takes_s)
+        self._generator.set_version(number)
+        self.published.append(number)
+        return Version(number=number, digest="")
+
+
+async def nothing_due(step: int) -> None:
+    """No evaluation, no checkpoint."""
+
+
+class Hanging(FakeGenerator):
+    """From the third request on nothing comes back."""
+
+    async def generate(self, request: SegmentRequest) -> Segment:
+        if self.num_requests == 2:
+            await asyncio.Event().wait()
+        return await super().generate(request)
+
+    async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def generator(kind: type[FakeGenerator] = FakeGenerator) -> FakeGenerator:
+    """A token a second, about eight a rollout."""
+    return kind(eos_token_id=256, length=lambda request: geometric(request, 8.0), step_s=1.0)
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """What a run is put together from; a test changes some before `run`."""
+
+    folder: Path
+    model: Path
+    max_staleness: int = 0
+    steps: int = 5
+    limit_s: float = 600.0
+    generator: FakeGenerator = field(default_factory=generator)
+    tasks: Any = field(default_factory=Tasks)
+    trainer: Any = field(default_factory=CountingTrainer)
+    thread: Any = field(default_factory=InlineThread)
+    scorer: Any = field(default_factory=Alternating)
+    after_step: Callable[[int], Awaitable[None]] = nothing_due
+    route: Any = None
+
+    def __post_init__(self) -> None:
+        self.route = self.route or LabelRoute(self.generator)
+        self.chat = Chat(self.model, max_prompt_tokens=64)
+
+    def run(self) -> Run:
+        settings = config(
+            run={"steps": self.steps, "stage_timeout_s": self.limit_s},
+            generate={"group_size": GROUP_SIZE, "max_new_tokens": 20, "temperature": 0.6, "stop": ["no such"]},
+            schedule={"groups_per_step": PER_STEP, "max_staleness": self.max_staleness},
+        )
+        self.made = Run(
+            config=settings,
+            tasks=self.tasks,
+            admission=Admission(
+                groups_per_step=PER_STEP, max_staleness=self.max_staleness, total=self.steps * PER_STEP
+            ),
+            driver=Driver(self.generator, self.chat, run_seed=1, worker="here", engine_build="fake"),
+            scorer=self.scorer,
+            trainer=self.trainer,
+            thread=self.thread,
+            route=self.route,
+            slice=TimeSlice(self.generator),
+            recorder=Recorder(
+                self.folder, SilentTerminal(), envs=["sums"], samples=1, tensorboard=False, micro_batch_tokens=4096
+            ),
+            after_step=self.after_step,
+        )
+        return self.made
+
+    async def stages(self) -> int:
+        return await run_stages(self.run())
+
+    @property
+    def rows(self) -> list[Row]:
+        return self.made.recorder.rows
+
+    def groups(self, step: int) -> list[Group]:
+        return list(read_groups(self.folder / "rollouts" / f"step-{step:06d}.jsonl.zst"))
+
+
+@pytest.fixture
+def parts(tmp_path: Path, tiny_folder: Path) -> Iterator[Callable[..., Parts]]:
+    made: list[Parts] = []
+
+    def make(**changed: Any) -> Parts:
+        made.append(Parts(folder=tmp_path, model=tiny_folder, **changed))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.made.recorder.close()
+
+
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is measured on the simulated clock too."""
+    for module in ("rollout.drive", "timeslice", "observe.recorder"):
+        monkeypatch.setattr(f"engine.{module}.time", SimpleNamespace(monotonic=now))
+
+
+def leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves(inner)]
+    return [error]
+
+
+def staleness(groups: Sequence[Group], version_before: int) -> int:
+    """From the spans alone: the version before the step less the oldest token's."""
+    spans = [span for group in groups for one in group.rollouts for span in one.version_spans]
+    return version_before - min(version for _, version in spans)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_five_steps(parts: Callable[..., Parts], max_staleness: int) -> None:
+    made = parts(max_staleness=max_staleness, thread=InlineThread(3.0))
+    assert run_virtual(made.stages()) == 5
+    assert [row["step"] for row in made.rows] == [row["version"] for row in made.rows] == [1, 2, 3, 4, 5]
+    assert [row["skipped"] for row in made.rows] == [None] * 5
+    assert made.route.published == [1, 2, 3, 4, 5]
+    assert len(made.trainer.batches) == 5
+    assert [group.lease.order for step in range(1, 6) for group in made.groups(step)] == list(range(10))
+    assert made.tasks.given == 10
+
+    ages = [staleness(made.groups(step), step - 1) for step in range(1, 6)]
+    assert max(ages) == max_staleness
+    assert min(ages) == 0
+    assert [row["staleness/max"] for row in made.rows] == ages
+    since_admission = [step - 1 - group.admitted_version for step in range(1, 6) for group in made.groups(step)]
+    assert since_admission == [0] * PER_STEP + [max_staleness] * 4 * PER_STEP
+    assert sum(row["groups/leased"] for row in made.rows) == 10  # pyright: ignore
+
+
+def test_max_staleness_0_asks_for_waves_and_above_it_for_single_rollouts(parts: Callable[..., Parts]) -> None:
+    asked: list[int] = []
+
+    class Counting(FakeGenerator):
+        async def generate(self, request: SegmentRequest) -> Segment:
+            asked.append(1)
+            return await super().generate(request)
+
+        async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
+            asked.append(len(requests))
+            return await super().wave(requests)
+
+    run_virtual(parts(generator=generator(Counting)).stages())
+    assert asked == [PER_STEP * GROUP_SIZE] * 5
+    asked.clear()
+    run_virtual(parts(generator=generator(Counting), max_staleness=1).stages())
+    assert set(asked) == {1}
+
+
+def test_every_token_of_a_group_is_trained(parts: Callable[..., Parts]) -> None:
+    made = parts()
+    run_virtual(made.stages())
+    for step in range(1, 6):
+        groups, batch = made.groups(step), made.trainer.batches[step - 1]
+        assert {group.outcome for group in groups} == {"trained"}
+        assert [one.reward for group in groups for one in group.rollouts] == [0.0, 1.0] * PER_STEP
+        assert batch.num_tokens == sum(one.length for group in groups for one in group.rollouts)
+        assert batch.temperature == 0.6
+        for group in groups:
+            sampling = group.lease.sampling
+            assert (sampling.temperature, sampling.max_new_tokens, sampling.stop) == (0.6, 20, ("no such",))
+            assert (group.lease.group_size, group.lease.served_version) == (GROUP_SIZE, step - 1)
+            assert group.admitted_version == step - 1
+
+
+def test_slices_cut_rollouts_which_go_on_under_the_next_version(parts: Callable[..., Parts]) -> None:
+    made = parts(max_staleness=1)
+    run_virtual(made.stages())
+    rollouts = [one for step in range(1, 6) for group in made.groups(step) for one in group.rollouts]
+    spans = [[version for _, version in one.version_spans] for one in rollouts]
+    assert any(len(versions) > 1 for versions in spans)
+    assert all(np.diff(versions).tolist() == [1] * (len(versions) - 1) for versions in spans)
+    assert all(one.length <= 20 for one in rollouts)
+
+
+def test_no_token_is_made_while_the_trainer_has_the_device(parts: Callable[..., Parts]) -> None:
+    made: Parts
+    tokens: list[tuple[int, int]] = []
+
+    class Watched(InlineThread):
+        async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+            before = made.generator.tokens_generated
+            result = await super().call(function, *args)
+            tokens.append((before, made.generator.tokens_generated))
+            return result
+
+    made = parts(max_staleness=1, thread=Watched(50.0))
+    run_virtual(made.stages())
+    assert len(tokens) == 5
+    assert all(before == after for before, after in tokens)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_evaluations_have_the_generator_to_themselves(parts: Callable[..., Parts], max_staleness: int) -> None:
+    """A wave wants an idle engine: nothing of the next step may have begun."""
+    seen: list[int] = []
+
+    async def evaluate(step: int) -> None:
+        questions = [lease(order, of=task(order), group_size=1) for order in range(3)]
+        groups = await Driver(made.generator, made.chat, run_seed=9, worker="evals", engine_build="").wave(questions)
+        seen.extend({version for group in groups for one in group.rollouts for _, version in one.version_spans})
+
+    made = parts(max_staleness=max_staleness, after_step=evaluate)
+    assert run_virtual(made.stages()) == 5
+    assert seen == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "waits_s", "busy_s"),
+    [(0, [6.1] * 4, [6.0] * 4), (1, [6.1, 0.0, 6.1, 1.1], [6.0, 0.0, 6.1, 1.0])],
+)
+def test_times_by_hand(
+    parts: Callable[..., Parts], simulated: None, max_staleness: int, waits_s: list[float], busy_s: list[float]
+) -> None:
+    """Rollouts take 6 s, scoring .1 s, training 3 s, publishing .5 s, evaluation 2 s.
+
+    At staleness 1 the groups of the first two steps are generated together. The second step begins before those
+    admitted meanwhile have a token; they go on after it, and the fourth step's join them a token later, which is
+    what the fourth step waits for. Requests that a slice holds back are open, but not running."""
+
+    async def evaluate(step: int) -> None:
+        await asyncio.sleep(2.0)
+
+    made = parts(
+        max_staleness=max_staleness,
+        generator=FakeGenerator(eos_token_id=256, length=lambda request: request.max_new_tokens - 14, step_s=1.0),
+        thread=InlineThread(3.0),
+        after_step=evaluate,
+        steps=4,
+    )
+    run_virtual(made.stages())
+    for row, wait_s, running_s in zip(made.rows, waits_s, busy_s, strict=True):
+        total_s = wait_s + 5.5
+        expected = {
+            "time/wait_rollouts": wait_s,
+            "time/train": 3.0,
+            "time/publish": 0.5,
+            "time/eval": 2.0,
+            "time/switch": 0.0,
+            "time/step": total_s,
+            "busy/trainer": 3.0 / total_s,
+            "busy/generator": running_s / total_s,
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_step_without_any_verdict_is_skipped_and_the_run_goes_on(parts: Callable[..., Parts]) -> None:
+    made = parts(scorer=NoVerdict())
+    assert run_virtual(made.stages()) == 5
+    assert [row["skipped"] for row in made.rows] == ["no group has a signal"] * 5
+    assert [(row["version"], row["loss"], row["reward/mean"]) for row in made.rows] == [(0, None, None)] * 5
+    assert [(row["groups/zero_signal"], row["reward/timeouts"]) for row in made.rows] == [(2, 4)] * 5
+    assert made.route.published == []
+    assert {group.outcome for step in range(1, 6) for group in made.groups(step)} == {"zero_signal"}
+    events = [json.loads(line) for line in (made.folder / "events.jsonl").read_text().splitlines()]
+    assert [(event["kind"], event["step"]) for event in events] == [("skipped", step) for step in range(1, 6)]
+
+
+def test_one_skipped_step_moves_no_version(parts: Callable[..., Parts]) -> None:
+    class Sometimes(Alternating):
+        async def score(self, task: Task, rollout: Rollout) -> Score:
+            score = await super().score(task, rollout)
+            return score if task.index not in (3, 4) else Score(0.0)  # the second step's
+
+    made = parts(scorer=Sometimes(), max_staleness=1)
+    assert run_virtual(made.stages()) == 5
+    assert [row["version"] for row in made.rows] == [1, 1, 2, 3, 4]
+    assert made.route.published == [1, 2, 3, 4]
+
+
+def test_two_runs_are_the_same(parts: Callable[..., Parts], tmp_path: Path) -> None:
+    def rollouts(folder: Path) -> list[tuple[list[int], list[float]]]:
+        made = parts()
+        made.folder = folder
+        run_virtual(made.stages())
+        groups = [group for step in range(1, 6) for group in made.groups(step)]
+        return [(one.token_ids.tolist(), one.logprobs.tolist()) for group in groups for one in group.rollouts]
+
+    assert rollouts(tmp_path / "first") == rollouts(tmp_path / "second")
+
+
+class Broken(Exception):
+    """What a part raises; knows when."""
+
+    def __init__(self) -> None:
+        super().__init__("broken")
+        self.at_s = now()
+
+
+class BrokenTasks(Tasks):
+    def next(self) -> Task:
+        if self.given == 5:
+            raise Broken
+        return super().next()
+
+
+class BrokenGenerator(FakeGenerator):
+    async def generate(self, request: SegmentRequest) -> Segment:
+        if self.num_requests == 7:
+            raise Broken
+        return await super().generate(request)
+
+    async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
+        if self.num_requests:
+            raise Broken
+        return await super().wave(requests)
+
+
+class BrokenScorer(Alternating):
+    async def score(self, task: Task, rollout: Rollout) -> Score:
+        if task.index == 4:
+            raise Broken
+        return await super().score(task, rollout)
+
+
+class BrokenTrainer(CountingTrainer):
+    def step(self, batch: Batch) -> StepResult:
+        if self.version == 1:
+            raise Broken
+        return super().step(batch)
+
+
+class BrokenRoute(LabelRoute):
+    async def publish(self, number: int) -> Version:
+        if number == 2:
+            raise Broken
+        return await super().publish(number)
+
+
+async def broken_after_step(step: int) -> None:
+    if step == 2:
+        raise Broken
+
+
+def broken_parts(where: str) -> dict[str, Any]:
+    broken_generator = generator(BrokenGenerator)
+    return {
+        "admit": {"tasks": BrokenTasks()},
+        "generate": {"generator": broken_generator},
+        "score": {"scorer": BrokenScorer()},
+        "train": {"trainer": BrokenTrainer()},
+        "publish": {"generator": (fake := generator()), "route": BrokenRoute(fake)},
+        "after_step": {"after_step": broken_after_step},
+    }[where]
+
+
+async def failing(made: Parts) -> tuple[BaseException, float]:
+    """How the run fails, and when; no stage is left."""
+    try:
+        await made.stages()
+    except BaseException as error:
+        stages = {"admit", "generate", "score", "watch_lag"}
+        assert not [one for one in asyncio.all_tasks() if one.get_name() in stages]
+        return error, now()
+    raise AssertionError("the run went through")
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("where", ["admit", "generate", "score", "train", "publish", "after_step"])
+def test_an_exception_in_any_stage_ends_the_run_as_itself(
+    parts: Callable[..., Parts], where: str, max_staleness: int
+) -> None:
+    made = parts(max_staleness=max_staleness, thread=InlineThread(3.0), **broken_parts(where))
+    error, ended_s = run_virtual(failing(made))
+    (leaf,) = leaves(error)
+    assert isinstance(leaf, Broken)
+    assert 0 <= ended_s - leaf.at_s < 1.0
+
+
+@pytest.mark.parametrize("stage", ["admit", "generate", "score"])
+def test_a_stage_that_returns_has_lost_its_work(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    async def idle(run: Run) -> None:
+        await asyncio.sleep(2.0)
+
+    idle.__name__ = stage
+    monkeypatch.setattr(loop, stage, idle)
+    error, ended_s = run_virtual(failing(parts()))
+    (leaf,) = leaves(error)
+    assert str(leaf) == f"stage {stage} returned"
+    assert ended_s == pytest.approx(2.0)
+
+
+def test_a_stop_ends_the_run_after_the_current_step(parts: Callable[..., Parts]) -> None:
+    async def main() -> int:
+        made.run()
+        # In the middle of the second training step, which takes from about 50 s to 150 s.
+        asyncio.get_running_loop().call_later(200.0, made.made.stop.set)
+        return await run_stages(made.made)
+
+    made = parts(max_staleness=1, thread=InlineThread(100.0))
+    assert run_virtual(main()) == 2
+    assert [row["step"] for row in made.rows] == [1, 2]
+    assert made.route.published == [1, 2]
+
+
+def test_a_stop_while_waiting_for_rollouts_ends_the_run_at_once(parts: Callable[..., Parts]) -> None:
+    async def main() -> tuple[int, float]:
+        made.run()
+        asyncio.get_running_loop().call_later(5.0, made.made.stop.set)
+        return await run_stages(made.made), now()
+
+    made = parts(generator=generator(Hanging))
+    assert run_virtual(main()) == (0, pytest.approx(5.0))
+    assert made.rows == []
+
+
+class NeverThread(InlineThread):
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        await asyncio.Event().wait()
+
+
+class NeverRoute(LabelRoute):
+    async def publish(self, number: int) -> Version:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ({"generator": Hanging}, "generation: no group became ready within 50.0 s, [23] are open"),
+        ({"thread": NeverThread}, "the training step took more than 50.0 s"),
+        ({"route": NeverRoute}, "the weight update took more than 50.0 s"),
+    ],
+    ids=["generator", "thread", "route"],
+)
+def test_a_stage_that_hangs_is_named_within_the_limit(
+    parts: Callable[..., Parts], part: dict[str, Any], name: str, max_staleness: int
+) -> None:
+    fake = generator(part.get("generator", FakeGenerator))
+    changed = {
+        "generator": fake,
+        "thread": part.get("thread", InlineThread)(),
+        "route": part.get("route", LabelRoute)(fake),
+    }
+    error, ended_s = run_virtual(failing(parts(max_staleness=max_staleness, limit_s=50.0, **changed)))
+    (leaf,) = leaves(error)
+    assert isinstance(leaf, StalledError)
+    with pytest.raises(StalledError, match=name):
+        raise leaf
+    assert 49.9 < ended_s < 50.0 + 30.0  # what went before took less than that
+
+
+def test_a_limit_that_is_kept_ends_nothing(parts: Callable[..., Parts]) -> None:
+    """Every wait is just below the limit, all together far above it."""
+    made = parts(
+        limit_s=7.0,
+        generator=FakeGenerator(eos_token_id=256, length=lambda _: 6, step_s=1.0),
+        thread=InlineThread(6.5),
+    )
+    assert run_virtual(made.stages()) == 5
+
+
+def test_a_timeout_of_the_trainers_own_is_not_the_runs(parts: Callable[..., Parts]) -> None:
+    class Late(CountingTrainer):
+        def step(self, batch: Batch) -> StepResult:
+            raise TimeoutError("a peer did not answer")
+
+    error, _ = run_virtual(failing(parts(trainer=Late())))
+    (leaf,) = leaves(error)
+    assert (type(leaf), str(leaf)) == (TimeoutError, "a peer did not answer")
+
+
+def in_real_time(work: Coroutine[Any, Any, Any]) -> tuple[Any, float]:
+    begun_s = time.monotonic()
+    return clock.run(work), time.monotonic() - begun_s
+
+
+def at_full_speed() -> dict[str, Any]:
+    fake = FakeGenerator(eos_token_id=256, length=lambda request: geometric(request, 8.0), step_s=0.001)
+    return {"generator": fake, "route": LabelRoute(fake, 0.0), "thread": TrainingThread()}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_real_time_and_the_real_thread(parts: Callable[..., Parts], max_staleness: int) -> None:
+    class Slow(CountingTrainer):
+        def step(self, batch: Batch) -> StepResult:
+            time.sleep(0.02)
+            return super().step(batch)
+
+    made = parts(**at_full_speed(), max_staleness=max_staleness, trainer=Slow())
+    assert in_real_time(made.stages())[0] == 5
+    assert max(staleness(made.groups(step), step - 1) for step in range(1, 6)) <= max_staleness
+    assert all(row["loop/lag_p99_ms"] is not None for row in made.rows)
+
+
+def test_a_failure_does_not_wait_for_a_step_in_the_thread(parts: Callable[..., Parts]) -> None:
+    """Scoring of the next step's groups fails while the first step is in the thread for 5 s."""
+
+    class Slow(CountingTrainer):
+        def step(self, batch: Batch) -> StepResult:
+            time.sleep(5.0)
+            return super().step(batch)
+
+    class FailsLater(Alternating):
+        async def score(self, task: Task, rollout: Rollout) -> Score:
+            if task.index == 3:
+                await asyncio.sleep(0.3)
+                raise Broken
+            return await super().score(task, rollout)
+
+    made = parts(**at_full_speed(), max_staleness=1, trainer=Slow(), scorer=FailsLater())
+    (error, _), took_s = in_real_time(failing(made))
+    assert isinstance(leaves(error)[0], Broken)
+    assert took_s < 2.0
+
+
+def test_a_failure_in_the_thread_keeps_its_traceback(parts: Callable[..., Parts]) -> None:
+    made = parts(**at_full_speed())
+    made.trainer.step = lambda batch: {}[batch.num_tokens]
+    (error, _), took_s = in_real_time(failing(made))
+    (leaf,) = leaves(error)
+    assert isinstance(leaf, KeyError)
+    assert "{}[batch.num_tokens]" in "".join(traceback.format_exception(leaf))
+    assert took_s < 2.0
