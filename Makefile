@@ -12,10 +12,11 @@ INSTALLED := .venv/installed-$(HARDWARE)
 CONFIG := configs/$(if $(filter gpu,$(HARDWARE)),one_gpu,quickstart).toml
 
 UV := $(BIN)/uv pip
+INSTALL := $(UV) install --python $(BIN)/python --no-deps --compile-bytecode
 SYNC := $(UV) sync --python $(BIN)/python --compile-bytecode $(LOCK)
 # A machine whose package index has no CPU build of torch takes it from PyTorch's own, and the rest as before.
 FROM_PYTORCH_INDEX = [ $(HARDWARE) = cpu ] && echo "once more, with torch from PyTorch's own index" && \
-	$(UV) install --python $(BIN)/python --no-deps --torch-backend cpu $$(grep '^torch==' $(LOCK))
+	$(INSTALL) --torch-backend cpu $$(grep '^torch==' $(LOCK))
 COMPILE := $(UV) compile --quiet --upgrade --no-annotate --no-header --python-version 3.11 \
 	--python-platform x86_64-manylinux_2_28 --extra dev --overrides requirements/overrides.txt
 # Folders of wheels that pip is told of: a CPU build of torch may lie there, so uv is told of them too.
@@ -50,10 +51,11 @@ check: $(INSTALLED) ## ruff, pyright, and the lines of code per folder
 
 install: $(INSTALLED) ## make .venv with everything in it
 
-$(INSTALLED): $(LOCK) pyproject.toml | .venv
+$(INSTALLED): $(LOCK) requirements/optional.txt pyproject.toml | .venv
 	@echo "installing $(LOCK) into .venv"
 	@export UV_FIND_LINKS="$(FIND_LINKS)"; $(SYNC) || { $(FROM_PYTORCH_INDEX) && $(SYNC); }
-	@$(UV) install --quiet --python $(BIN)/python --no-deps --editable .
+	@$(INSTALL) --quiet --requirements requirements/optional.txt || echo "going on without (is there a C compiler?)"
+	@$(INSTALL) --quiet --editable .
 	@rm -f .venv/installed-*
 	@touch $@
 

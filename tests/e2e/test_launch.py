@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.e2e
+# What vLLM and its libraries warn of when imported is not ours to mend.
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("default")]
 
 ROOT = Path(__file__).parents[2]
 # Everything that may differ between two runs with the same seed.

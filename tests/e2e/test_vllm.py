@@ -11,7 +11,8 @@ from e2e_requests import requests
 from engine.train.trainer import TorchTrainer
 from engine.types import MicroBatch, Segment, SegmentRequest
 
-pytestmark = pytest.mark.e2e
+# What vLLM and its libraries warn of when imported is not ours to mend.
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("default")]
 
 
 def _micro_batch(request: SegmentRequest, segment: Segment) -> MicroBatch:
