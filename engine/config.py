@@ -212,7 +212,7 @@ class Config(Section, frozen=True, kw_only=True):
     observe: ObserveSection = ObserveSection()
 
     @property
-    def engine_dtype(self) -> str:
+    def engine_dtype(self) -> Dtype:
         """Dtype of the weights that the engine holds, and of weights on their way to it."""
         return self.model.dtype if self.generate.dtype == "auto" else self.generate.dtype
 
@@ -224,6 +224,7 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "model.reference": ("",),
     "model.chat_template": ("",),
     "model.lm_head_dtype": ("auto",),
+    "generate.tensor_parallel": (1,),
     "generate.data_parallel": (1,),
     "generate.kv_cache_dtype": ("auto",),
     "generate.sleep_level": (0,),

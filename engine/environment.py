@@ -37,6 +37,8 @@ def prepare() -> None:
 def engine_environment(log_file: Path) -> Iterator[None]:
     """Import vLLM and start its processes inside: they inherit none of torchrun's variables, write to `log_file`
     instead of the terminal, and know this process's id, by which they end when it ends (`engine/vllm_plugin.py`)."""
+    import torch
+
     before = dict(os.environ)
     for name in list(os.environ):
         if name in _TORCHRUN or name.startswith(("TORCHELASTIC_", "TORCH_NCCL_")):
@@ -45,8 +47,11 @@ def engine_environment(log_file: Path) -> Iterator[None]:
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_logging_config(log_file))
     # vLLM's own sockets on this host need no address that others can reach.
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    # The engine's worker may use every core: the scheduler shares them with the trainer well once nothing spins.
-    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    if not torch.cuda.is_available():
+        # vLLM compiles one small function at its first token: ten seconds, and a C++ compiler that may be missing.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        # Its worker may use every core: they are shared well with the trainer once nothing spins.
+        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
     try:
         with _descriptors_to(log_file):
             yield

@@ -169,13 +169,14 @@ class Host:
             self._terminal.note(f"{'stopped after' if run.stop.is_set() else 'done:'} {steps} steps in {self._folder}")
 
     def _route(self, trainer: TorchTrainer, thread: TrainingThread) -> WeightRoute:
-        match self._generator:
-            case FakeGenerator() | ReplayGenerator():
-                return LabelRoute(self._generator.set_version)
-            case generator:
-                from engine.weights.local import LocalRoute
+        if isinstance(self._generator, FakeGenerator | ReplayGenerator):
+            return LabelRoute(self._generator.set_version)
+        from engine.generate.vllm import VllmGenerator
+        from engine.weights.local import LocalRoute
 
-                return LocalRoute(generator, trainer.model, getattr(torch, self._config.engine_dtype), thread.call)
+        assert isinstance(self._generator, VllmGenerator)
+        wire_dtype = getattr(torch, self._config.engine_dtype)
+        return LocalRoute(self._generator, trainer.model, wire_dtype, thread.call)
 
     def _open_recorder(self) -> Recorder:
         observe = self._config.observe

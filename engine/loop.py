@@ -209,8 +209,9 @@ async def _within(run: Run, what: str, work: Awaitable[Any]) -> Any:
         StalledError: naming `what`.
     """
     limit_s = run.config.run.stage_timeout_s
+    limit = asyncio.timeout(limit_s)
     try:
-        async with asyncio.timeout(limit_s) as limit:
+        async with limit:
             return await work
     except TimeoutError as error:
         if not limit.expired():

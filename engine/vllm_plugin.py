@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 
@@ -25,12 +26,11 @@ def on_engine_start() -> None:
         _end_with_parent(int(host))
 
 
+@functools.cache
 def register_weight_transfer() -> None:
     """Make our shared-memory pair known to vLLM in this process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-    if SHARED_MEMORY_BACKEND in WeightTransferEngineFactory._registry:
-        return
     module = "engine.weights.local"
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, module, "SharedMemoryReceiver")
     WeightTransferTrainerFactory.register_engine(SHARED_MEMORY_BACKEND, module, "SharedMemorySender")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-Estimator = Literal["leave_one_out", "centered"]
+Estimator = Literal["leave_one_out", "centered", "group_norm", "batch_norm"]
+"""The last two are refused by the configuration until they are built."""
 
 
 def group_advantages(rewards_G: Sequence[float | None], estimator: Estimator) -> list[float]:

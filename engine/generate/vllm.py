@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from engine.config import GenerateSection
+from engine.config import Dtype, GenerateSection
 from engine.errors import GenerationError, MissingError
 from engine.types import Segment, SegmentRequest
 from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
@@ -26,11 +27,15 @@ from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
 _GIB = 1 << 30
 # Then the engine is killed; its worker follows by the parent-death signal.
 _SHUTDOWN_S = 1.0
-_ENDED = {"stop": "stop", "length": "length", "abort": "interrupted"}
+_ENDED: dict[str, Literal["stop", "length", "interrupted"]] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "interrupted",
+}
 
 
 def engine_args(
-    folder: Path, generate: GenerateSection, dtype: str, seed: int, worker_extension: str = ""
+    folder: Path, generate: GenerateSection, dtype: Dtype, seed: int, worker_extension: str = ""
 ) -> AsyncEngineArgs:
     """Every setting that shapes sampling is explicit; nothing comes from the model's generation_config.json."""
     on_gpu = torch.cuda.is_available()
@@ -40,7 +45,6 @@ def engine_args(
         seed=seed,
         max_model_len=generate.max_model_len,
         max_num_seqs=generate.max_in_flight,
-        tensor_parallel_size=generate.tensor_parallel,
         generation_config="vllm",
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
@@ -52,7 +56,7 @@ def engine_args(
     )
 
 
-def _cpu_args(generate: GenerateSection) -> dict[str, object]:
+def _cpu_args(generate: GenerateSection) -> dict[str, Any]:
     return {
         # Only full blocks are cached: vLLM's CPU default of 128 tokens would never hit on short prompts.
         "block_size": 32,
@@ -71,8 +75,10 @@ class VllmGenerator:
     is half-way in.
     """
 
-    def __init__(self, folder: Path, generate: GenerateSection, *, dtype: str, seed: int, end_token_ids: Sequence[int],
-                 log_file: Path, worker_extension: str = "") -> None:
+    def __init__(
+        self, folder: Path, generate: GenerateSection, *, dtype: Dtype, seed: int, end_token_ids: Sequence[int],
+        log_file: Path, worker_extension: str = "",
+    ) -> None:
         self._end_token_ids = list(end_token_ids)
         self._open = 0
         self._served_version = 0
@@ -195,7 +201,7 @@ def _segment(output: CompletionOutput) -> Segment:
         raise GenerationError(
             f"the engine returned {len(tokens)} tokens, {len(logprobs)} log-probs and version spans {spans}"
         )
-    values = [entry[token].logprob for token, entry in zip(output.token_ids, logprobs, strict=True)]
+    values = [entry[token].logprob for token, entry in zip(output.token_ids, logprobs, strict=True) if entry]
     return Segment(
         token_ids=tokens,
         logprobs=np.asarray(values, np.float32),

@@ -5,10 +5,11 @@ Imported only in a worker, and only for families that accept more than one answe
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable
 from typing import Any
+
+from engine.gym import import_reasoning_gym
 
 Accepts = Callable[[str], bool]
 
@@ -40,7 +41,7 @@ _loaded: dict[tuple[str, str], Any] = {}
 
 def load(answer: dict[str, Any]) -> Accepts:
     """The scorer of the family that `answer` names, for its entry. Imports the package, which takes seconds."""
-    package: Any = importlib.import_module("reasoning_gym")
+    package = import_reasoning_gym()
     key = (answer["family"], repr(answer["params"]))
     if key not in _loaded:
         _loaded[key] = package.create_dataset(answer["family"], seed=0, size=10, **answer["params"])

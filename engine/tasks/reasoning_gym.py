@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib
 import itertools
 import json
 import os
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from engine.config import TaskSection
 from engine.errors import ConfigError, DataError
+from engine.gym import import_reasoning_gym
 from engine.seeds import derive_seed
 from engine.tasks.question import Question
 from engine.types import Message
@@ -53,7 +52,7 @@ class ReasoningGym:
         params = {key: value for key, value in section.params.items() if key not in ("family", "score")}
         self._family = section.params.get("family", section.name)
         self._params = params
-        self._package = _package()
+        self._package = import_reasoning_gym()
         self._train_seed = derive_seed("train", section.seed) % 2**30
         self._held_out_seed = 2**31 + derive_seed("held_out", section.seed) % 2**30
         _check(self._package.factory.DATASETS, self._family, params, path)
@@ -100,14 +99,6 @@ class ReasoningGym:
             return json.loads(json.dumps(entry))
         except TypeError as error:
             raise DataError(f"reasoning_gym's {self._family} made an item that is no plain data: {error}") from error
-
-
-def _package() -> Any:
-    """reasoning_gym, which takes a second to import and brings no types."""
-    with warnings.catch_warnings():
-        # A dependency of the package warns about its own syntax when it is first compiled.
-        warnings.simplefilter("ignore", SyntaxWarning)
-        return importlib.import_module("reasoning_gym")
 
 
 def _check(families: dict[str, Any], family: Any, params: dict[str, Any], path: str) -> None:

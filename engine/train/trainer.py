@@ -129,7 +129,9 @@ class TorchTrainer:
 
     @property
     def _head_weight(self) -> torch.Tensor:
-        return self.model.get_output_embeddings().weight
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, torch.nn.Linear)
+        return head.weight
 
     def _hidden(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         index, shape = pack_layout(tensors["cu_seqlens"])

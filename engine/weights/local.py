@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -60,7 +60,7 @@ class MasterWeights(WeightSource):
         running = hashlib.sha256()
         for name, tensor in self:
             running.update(name.encode())
-            running.update(memoryview(tensor.cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+            running.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
         return running.hexdigest()
 
 
@@ -108,7 +108,8 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
         # A tied lm_head keeps its packed copy of the old embedding otherwise: log-probs off by nats, without an error.
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+                method: Any = module.quant_method
+                method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Holds nothing between updates."""
@@ -125,6 +126,9 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
     """The trainer's side: writes all weights to one block of anonymous shared memory, then drives the update."""
 
     init_info_cls = SharedMemoryTrainerInit
+    _metas: list[ParamMeta]
+    _file: int
+    _memory: mmap.mmap
 
     @classmethod
     def trainer_init(
@@ -184,7 +188,7 @@ class UpdatableEngine(Protocol):
     """The weight-transfer part of vLLM's AsyncLLM."""
 
     async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None: ...
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+    async def pause_generation(self, *, mode: Literal["keep"], clear_cache: bool) -> None: ...
     async def start_weight_update(self) -> None: ...
     async def update_weights(self, request: WeightTransferUpdateRequest) -> None: ...
     async def finish_weight_update(self, weight_version: str | None = None) -> None: ...

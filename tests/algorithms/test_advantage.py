@@ -23,10 +23,11 @@ ESTIMATORS: tuple[Estimator, ...] = ("leave_one_out", "centered")
         ("centered", [1.0, 0.0, 0.0, 0.0], [0.75, -0.25, -0.25, -0.25]),
         ("centered", [1.0, 0.0], [0.5, -0.5]),
         ("centered", [3.0, 1.0, 2.0], [1.0, -1.0, 0.0]),
+        ("centered", [0.5, 0.5 + 2**-40], [-(2**-41), 2**-41]),  # nearly equal is not equal
     ],
 )
 def test_by_hand(estimator: Estimator, rewards: list[float], expected: list[float]) -> None:
-    assert group_advantages(rewards, estimator) == pytest.approx(expected, abs=1e-15)
+    assert group_advantages(rewards, estimator) == pytest.approx(expected, rel=1e-12, abs=0.0)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

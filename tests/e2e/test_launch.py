@@ -124,7 +124,7 @@ def test_kill_of_the_host_leaves_no_engine(tmp_path):
     children = _until_rows(folder, 2, process)
     assert len(children) >= 2
     process.kill()
-    process.wait()
+    process.communicate()
     assert _ended(children, 2)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -97,7 +98,7 @@ def _check(engine, tmp_path: Path) -> None:
         return said
 
     said = engine.run(update_and_ask())
-    for older, newer in zip(said, said[1:], strict=False):
+    for older, newer in pairwise(said):
         moved = np.abs(np.subtract(_logprobs(older[0]), _logprobs(newer[0]))).max()
         assert moved > 0.1, "an update that moves nothing proves nothing"
     for passes, expected in zip(said[1:], _fresh(prompts, folders, tmp_path), strict=True):

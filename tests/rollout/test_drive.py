@@ -330,7 +330,10 @@ def test_busy_time_is_that_with_a_request_open(chat: Chat, monkeypatch: pytest.M
         generator = Recording(length=lambda request: 3 if request.request_id.startswith("0000000") else 5, step_s=1.0)
         driven = driver(generator, chat)
         readings = [driven.busy_s()]
-        await asyncio.gather(driven.group(lease(0, group_size=3)), driven.group(lease(1, group_size=2)))  # 3 s and 5 s
+        first = asyncio.ensure_future(driven.group(lease(0, group_size=3)))  # from 0 to 3 s
+        await asyncio.sleep(0.5)
+        await driven.group(lease(1, group_size=2))  # from .5 to 6 s: it joins at the next token
+        await first
         await asyncio.sleep(2.0)
         readings.append(driven.busy_s())
         open_group = asyncio.ensure_future(driven.group(lease(0, group_size=1)))
@@ -342,7 +345,7 @@ def test_busy_time_is_that_with_a_request_open(chat: Chat, monkeypatch: pytest.M
         readings.append(driven.busy_s())
         return [*readings, driven.busy_s()]
 
-    assert run_virtual(main()) == [0.0, 5.0, 1.25, 1.75, 5.0, 0.0]
+    assert run_virtual(main()) == [0.0, 6.0, 1.25, 1.75, 5.0, 0.0]
 
 
 def test_the_sampling_digest_names_the_distribution() -> None:

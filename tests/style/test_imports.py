@@ -11,10 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FOUNDATIONS = {
-    "types", "protocols", "config", "errors", "clock", "channel", "transport", "observe", "environment", "vllm_plugin"
+    "types", "protocols", "config", "errors", "clock", "channel", "transport", "observe", "environment", "vllm_plugin",
+    "seeds", "gym",
 }  # fmt: skip
 STAGES = {"tasks", "generate", "reward", "rollout", "algorithms", "train", "weights", "trust"}
-TOP = {"loop", "host", "timeslice"}
+TOP = {"loop", "host", "timeslice", "preview"}
 BESIDE_ITSELF = {
     **dict.fromkeys(FOUNDATIONS | STAGES | {"admission"}, FOUNDATIONS),
     "train": FOUNDATIONS | {"algorithms"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
 
 from engine.train import checkpoint
 from engine.train.checkpoint import save_checkpoint
@@ -32,7 +33,7 @@ def train_a_little(model: torch.nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=draws) * 0.05)
 
 
-def trained(source: Path) -> torch.nn.Module:
+def trained(source: Path) -> PreTrainedModel:
     model = load_model(source, torch.float32, torch.device("cpu"))
     train_a_little(model)
     return model
@@ -62,7 +63,7 @@ def test_tied_weights_are_written_once_and_stay_tied(source: Path, tmp_path: Pat
     save_checkpoint(trained(source), tmp_path / "saved", torch.float32, source)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    is_tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
+    is_tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert is_tied == config["tie_word_embeddings"] == ("lm_head.weight" not in tensors(tmp_path / "saved"))
 
 

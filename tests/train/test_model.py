@@ -57,7 +57,7 @@ def test_one_turn_of_chat(tokenizer: PreTrainedTokenizerBase) -> None:
     assert shown == "<|system|>Be brief.<|end|><|user|>2 + 3?<|end|><|assistant|>"
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    end, system, user, assistant = tokenizer.convert_tokens_to_ids(special)
+    end, system, user, assistant = (tokenizer.convert_tokens_to_ids(token) for token in special)
     first, second = tokenizer.encode("Be brief."), tokenizer.encode("2 + 3?")
     assert ids == [system, *first, end, user, *second, end, assistant]
 
