@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
+
+from engine.errors import StalledError
 
 T = TypeVar("T")
 
@@ -36,6 +38,23 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
+    """Await `work` for at most `limit_s`.
+
+    Raises:
+        StalledError: naming `what`.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError as error:
+        if not limit.expired():
+            raise
+        remedy = "raise run.stage_timeout_s if that is normal"
+        raise StalledError(f"{what} took more than {limit_s} s", remedy=remedy) from error
 
 
 class DeadlockError(RuntimeError):

@@ -203,7 +203,7 @@ class Host:
             trainer=self._trainer,
             thread=self._thread,
             route=route,
-            slice=TimeSlice(self._generator),
+            slice=TimeSlice(self._generator, config.run.stage_timeout_s),
             recorder=self._recorder,
             after_step=self._after_step,
         )

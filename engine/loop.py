@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from engine.admission import Admission
 from engine.channel import Channel
+from engine.clock import within
 from engine.config import Config
 from engine.errors import StalledError
 from engine.observe.recorder import Recorder, Timings
@@ -124,6 +125,7 @@ async def score(run: Run) -> None:
 
 async def train(run: Run) -> int:
     """Groups become optimizer steps, and steps become the version that the generator serves."""
+    limit_s = run.config.run.stage_timeout_s
     for step in range(1, run.config.run.steps + 1):
         timings = Timings()
         with timings.measure("wait_rollouts"):
@@ -135,10 +137,10 @@ async def train(run: Run) -> int:
             batch, fates = _batch(run, groups)
             version_before = run.trainer.version
             with timings.measure("train"):
-                result = await _within(run, "the training step", run.thread.call(run.trainer.step, batch))
+                result = await within(limit_s, "the training step", run.thread.call(run.trainer.step, batch))
             if not result.skipped:
                 with timings.measure("publish"):
-                    await _within(run, "the weight update", run.route.publish(run.trainer.version))
+                    await within(limit_s, "the weight update", run.route.publish(run.trainer.version))
             with timings.measure("eval"):
                 await run.after_step(step)
             run.driver.busy_s()  # not counted: what was open was held back
@@ -169,7 +171,8 @@ async def select(run: Run) -> list[Group] | None:
                     return None
                 if not ready.done():
                     raise StalledError(
-                        f"generation: no group became ready within {limit_s} s, {run.admission.open_groups} are open",
+                        f"generation or scoring: no group became ready within {limit_s} s, "
+                        f"{run.admission.open_groups} are open",
                         remedy="look at engine.log in the run folder, or raise run.stage_timeout_s",
                     )
                 groups.append(await ready)
@@ -200,24 +203,6 @@ def _batch(run: Run, groups: Sequence[Group]) -> tuple[Batch, list[Group]]:
         micro_batch_tokens=config.train.micro_batch_tokens,
         temperature=config.generate.temperature,
     )
-
-
-async def _within(run: Run, what: str, work: Awaitable[Any]) -> Any:
-    """Await with the run's limit on stages.
-
-    Raises:
-        StalledError: naming `what`.
-    """
-    limit_s = run.config.run.stage_timeout_s
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            return await work
-    except TimeoutError as error:
-        if not limit.expired():
-            raise
-        remedy = "raise run.stage_timeout_s if that is normal"
-        raise StalledError(f"{what} took more than {limit_s} s", remedy=remedy) from error
 
 
 async def _endless(stage: Coroutine[Any, Any, None]) -> None:

@@ -162,7 +162,7 @@ class Parts:
             trainer=self.trainer,
             thread=self.thread,
             route=self.route,
-            slice=TimeSlice(self.generator),
+            slice=TimeSlice(self.generator, 60.0),
             recorder=Recorder(
                 self.folder, SilentTerminal(), envs=["sums"], samples=1, tensorboard=False, micro_batch_tokens=4096
             ),
@@ -526,7 +526,7 @@ class NeverRoute(LabelRoute):
 @pytest.mark.parametrize(
     ("part", "name"),
     [
-        ({"generator": Hanging}, "generation: no group became ready within 50.0 s, [23] are open"),
+        ({"generator": Hanging}, "generation or scoring: no group became ready within 50.0 s, [23] are open"),
         ({"thread": NeverThread}, "the training step took more than 50.0 s"),
         ({"route": NeverRoute}, "the weight update took more than 50.0 s"),
     ],

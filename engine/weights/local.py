@@ -101,7 +101,8 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInit, SharedMemoryUp
     def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
         with open(update_info.path, "rb") as file:
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
-        self.model.load_weights(views(memory, update_info.metas()))
+        load: Any = self.model.load_weights
+        load(views(memory, update_info.metas()))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
