@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Protocol
@@ -160,8 +160,9 @@ class Host:
             closing.callback(self._recorder.close)
             run = self._assemble(self._route(self._trainer, thread))
             self._answer_signals(run)
+            self._stop = run.stop
             if self._config.evals.every:
-                await self._until_stopped(run, self._evaluate(0))
+                await self._evaluate(0)
             self._recorder.start()
             steps = await run_stages(run)
             if run.stop.is_set() and steps > self._saved_step:
@@ -215,7 +216,7 @@ class Host:
             await self._save(step)
         every = self._config.evals.every
         if every and (last or step % every == 0):
-            self._recorder.evaluated(await self._evaluate(step))
+            await self._evaluate(step)
 
     async def _save(self, step: int) -> None:
         folder = self._folder / "checkpoints" / f"step-{step:06d}"
@@ -229,8 +230,9 @@ class Host:
         self._recorder.events.write("checkpoint", step=step, version=self._trainer.version)
         self._terminal.note(f"checkpoint: {folder}")
 
-    async def _evaluate(self, step: int) -> dict[str, Value]:
-        metrics = await self._evaluate_version(
+    async def _evaluate(self, step: int) -> None:
+        """Evaluate the served version; a signal cuts it short, and then nothing of it is kept."""
+        work = self._evaluate_version(
             generator=self._generator,
             chat=self._chat,
             tasks=self._tasks,
@@ -239,18 +241,20 @@ class Host:
             folder=self._folder / "evals" / f"step-{step:06d}",
             terminal=self._terminal,
         )
-        self._recorder.events.write("evaluation", step=step, **metrics)
-        return metrics
-
-    async def _until_stopped(self, run: Run, work: Awaitable[object]) -> None:
-        """Long work before the first step gives way to a signal."""
-        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(run.stop.wait())
-        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not working.done():
+        working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                self._terminal.note(f"evaluation of step {step} cut short")
+                return
+            metrics = await working
+        finally:
+            stopping.cancel()
             working.cancel()
-        with suppress(asyncio.CancelledError):
-            await working
+            await asyncio.wait({working})
+        if step:
+            self._recorder.evaluated(metrics)
+        self._recorder.events.write("evaluation", step=step, **metrics)
 
     def _answer_signals(self, run: Run) -> None:
         loop = asyncio.get_running_loop()

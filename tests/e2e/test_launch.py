@@ -36,6 +36,14 @@ def _rows(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in lines]
 
 
+def _timeless(folder: Path) -> list[dict[str, object]]:
+    return [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in _rows(folder)]
+
+
+def _weights(folder: Path) -> bytes:
+    return (folder / "checkpoints/step-000010/model.safetensors").read_bytes()
+
+
 def _until_rows(folder: Path, count: int, process: subprocess.Popen[str]) -> list[psutil.Process]:
     """Wait until the run has made `count` steps; returns its processes."""
     for _ in range(1200):
@@ -75,13 +83,19 @@ def test_smoke_makes_every_step(twins):
 
 def test_same_seed_gives_the_same_run(twins):
     (one, _), (two, _) = twins
-    timeless = [
-        [{key: value for key, value in row.items() if not key.startswith(TIMED)} for row in _rows(folder)]
-        for folder in (one, two)
-    ]
-    assert timeless[0] == timeless[1]
-    weights = [(folder / "checkpoints/step-000010/model.safetensors").read_bytes() for folder in (one, two)]
-    assert weights[0] == weights[1]
+    assert _timeless(one) == _timeless(two)
+    assert _weights(one) == _weights(two)
+
+
+def test_recorded_rollouts_replay_the_run_without_an_engine(twins, tmp_path):
+    recorded = twins[0][0]
+    folder = tmp_path / "replayed"
+    process = _start(folder, "generate.backend=replay", f"generate.replay_from={recorded}")
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert not (folder / "engine.log").exists()
+    assert _timeless(folder) == _timeless(recorded)
+    assert _weights(folder) == _weights(recorded)
 
 
 def test_checkpoint_loads_with_transformers(twins):
