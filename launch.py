@@ -21,10 +21,11 @@ def main() -> int:
     try:
         config = load(arguments.config, arguments.overrides)
         _refuse_unbuilt(arguments)
-        if arguments.dry_run:
-            return _dry_run(config)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         return _run(config, arguments)
+    except KeyboardInterrupt:
+        print("stopped before the first step; there was nothing to save", file=sys.stderr)
+        return 0
     except FarfieldError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -71,27 +72,25 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
     # Before the heavy imports: what is wrong with tasks or scorers is said at once.
     tasks = TaskSource(config.tasks, config.run.seed)
     scorer = ScoringPool(config.tasks, config.reward)
-    from engine.host import end_children, run_host
-
+    if arguments.dry_run:
+        return _dry_run(config)
     try:
         if arguments.preview is not None:
             from engine.preview import run_preview
 
             run_preview(config, tasks, scorer, arguments.preview)
         else:
+            from engine.host import run_host
             from evals.held_out import evaluate
 
             run_host(config, arguments.config.stem, tasks, scorer, evaluate)
-        return 0
-    except KeyboardInterrupt:
-        print("stopped before the first step; there was nothing to save", file=sys.stderr)
         return 0
     except FarfieldError:
         raise
     except Exception as error:
         return _report(error)
     finally:
-        end_children()
+        environment.end_children()
 
 
 def _report(error: BaseException) -> int:

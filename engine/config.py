@@ -86,7 +86,7 @@ class GenerateSection(Section, frozen=True, kw_only=True):
     max_new_tokens: Positive = 256
     max_model_len: Positive = 1024
     temperature: PositiveFloat = 1.0
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
     max_in_flight: Positive = 256
     """Rollouts generated at once."""
     kv_cache_gib: PositiveFloat = 1.0
@@ -434,6 +434,9 @@ def _refuse_contradictions(config: Config) -> None:
     if config.evals.every and not any(task.held_out for task in config.tasks):
         raise ConfigError("evals.every", value=config.evals.every, limit="no task holds questions out",
                           remedy="set tasks.0.held_out, or evals.every = 0")
+    if config.evals.every and generate.backend == "replay":
+        raise ConfigError("evals.every", value=config.evals.every, limit="a recorded run has no held-out answers",
+                          remedy="set evals.every = 0 with generate.backend = 'replay'")
     if config.train.warmup_steps > config.run.steps:
         raise ConfigError("train.warmup_steps", value=config.train.warmup_steps,
                           limit=f"is more than run.steps = {config.run.steps}", remedy="lower it")

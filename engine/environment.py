@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 HOST_PID = "FARFIELD_HOST_PID"
 
 # Parameters of glibc's mallopt (malloc.h).
@@ -25,7 +27,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 def prepare() -> None:
-    """Call before anything imports torch. Values the user has set stay."""
+    """Call before anything imports torch. What the user has set stays, but for torchrun's OMP_NUM_THREADS."""
     for name, value in _QUIET_OPENMP.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -91,9 +93,10 @@ def _descriptors_to(log_file: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.stdout.close()
-        sys.stderr.close()
+        ours = sys.stdout, sys.stderr
         sys.stdout, sys.stderr = streams
+        for stream in ours:
+            stream.close()
         for number, target in zip(saved, (1, 2), strict=True):
             os.dup2(number, target)
             os.close(number)
@@ -113,3 +116,12 @@ def _logging_config(log_file: Path) -> Path:
     path = log_file.with_suffix(".logging.json")
     path.write_text(json.dumps(config))
     return path
+
+
+def end_children() -> None:
+    """Kill every process below this one."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=2)

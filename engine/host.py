@@ -6,26 +6,26 @@ import asyncio
 import importlib.metadata
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
-import psutil
 import torch
 
 from engine import clock
 from engine.admission import Admission
 from engine.config import Config
-from engine.environment import engine_environment
+from engine.environment import end_children, engine_environment
 from engine.errors import ConfigError
 from engine.generate.fake import FakeGenerator
 from engine.generate.replay import ReplayGenerator
 from engine.loop import Run, run_stages
 from engine.observe.metrics import Value
-from engine.observe.recorder import Recorder
+from engine.observe.recorder import Recorder, Timings
 from engine.observe.terminal import Terminal, open_terminal
 from engine.protocols import Generator, Scorer, WeightRoute
 from engine.rollout.chat import Chat
@@ -59,8 +59,9 @@ def run_host(config: Config, config_name: str, tasks: TaskSource, scorer: Scorer
     try:
         terminal.note(f"run folder: {folder}")
         model_folder = materialise(config.model.path)
+        chat = Chat(model_folder, config.generate.max_model_len - config.generate.max_new_tokens)
         generator = build_generator(config, model_folder, folder, terminal)
-        clock.run(Host(config, folder, model_folder, generator, tasks, scorer, terminal, evaluate).serve())
+        clock.run(Host(config, folder, model_folder, generator, chat, tasks, scorer, terminal, evaluate).serve())
     finally:
         terminal.close()
 
@@ -72,6 +73,7 @@ def create_run_folder(config: Config, config_name: str) -> Path:
         ConfigError: a folder of that name is not empty.
     """
     parent = Path(config.run.dir).expanduser()
+    text = msgspec.toml.encode(config)
     name = config.run.name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = [parent / name]
     if not config.run.name:
@@ -80,13 +82,14 @@ def create_run_folder(config: Config, config_name: str) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            if any(folder.iterdir()):
+            # An empty folder may be another run's that starts in this second: taken only if it was asked for.
+            if not config.run.name or not folder.is_dir() or any(folder.iterdir()):
                 continue
         except OSError as error:
             raise ConfigError(
                 "run.dir", value=config.run.dir, limit=f"cannot be written ({error.strerror})", remedy="name another"
             ) from error
-        (folder / "config.toml").write_bytes(msgspec.toml.encode(config))
+        (folder / "config.toml").write_bytes(text)
         return folder
     raise ConfigError(
         "run.name", value=config.run.name, limit=f"{candidates[0]} is not empty",
@@ -132,8 +135,8 @@ class LabelRoute:
 class Host:
     """The parts of a running host, built on its event loop."""
 
-    def __init__(self, config: Config, folder: Path, model_folder: Path, generator: Generator, tasks: TaskSource,
-                 scorer: Scorer, terminal: Terminal, evaluate: Evaluation) -> None:
+    def __init__(self, config: Config, folder: Path, model_folder: Path, generator: Generator, chat: Chat,
+                 tasks: TaskSource, scorer: Scorer, terminal: Terminal, evaluate: Evaluation) -> None:
         self._config = config
         self._folder = folder
         self._model_folder = model_folder
@@ -142,9 +145,8 @@ class Host:
         self._scorer = scorer
         self._terminal = terminal
         self._evaluate_version = evaluate
+        self._chat = chat
         self._saved_step = 0
-        generate = config.generate
-        self._chat = Chat(model_folder, generate.max_model_len - generate.max_new_tokens)
 
     async def serve(self) -> None:
         """Build the trainer, train, and close everything in reverse order, whatever happens."""
@@ -161,13 +163,21 @@ class Host:
             run = self._assemble(self._route(self._trainer, thread))
             self._answer_signals(run)
             self._stop = run.stop
-            if self._config.evals.every:
-                await self._evaluate(0)
-            self._recorder.start()
-            steps = await run_stages(run)
+            steps = await self._train(run)
             if run.stop.is_set() and steps > self._saved_step:
                 await self._save(steps)
             self._terminal.note(f"{'stopped after' if run.stop.is_set() else 'done:'} {steps} steps in {self._folder}")
+
+    async def _train(self, run: Run) -> int:
+        """From the first evaluation to the last step, while someone watches the generator; the steps made."""
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self._generator.watch())
+            if self._config.evals.every:
+                await self._evaluate(0)
+            self._recorder.start()
+            steps = 0 if run.stop.is_set() else await run_stages(run)
+            watching.cancel()
+        return steps
 
     def _route(self, trainer: TorchTrainer, thread: TrainingThread) -> WeightRoute:
         if isinstance(self._generator, FakeGenerator | ReplayGenerator):
@@ -209,19 +219,21 @@ class Host:
             after_step=self._after_step,
         )
 
-    async def _after_step(self, step: int) -> None:
+    async def _after_step(self, step: int, timings: Timings) -> None:
         last = step == self._config.run.steps
         every = self._config.checkpoint.every
         if last or (every and step % every == 0):
             await self._save(step)
         every = self._config.evals.every
         if every and (last or step % every == 0):
-            await self._evaluate(step)
+            with timings.measure("eval"):
+                await self._evaluate(step)
 
     async def _save(self, step: int) -> None:
         folder = self._folder / "checkpoints" / f"step-{step:06d}"
         self._terminal.status(f"saving {folder.name}")
-        await self._thread.call(self._trainer.save, folder)
+        saving = self._thread.call(self._trainer.save, folder)
+        await clock.within(self._config.run.stage_timeout_s, "saving a checkpoint", saving)
         link = folder.with_name(".latest")
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
@@ -259,26 +271,18 @@ class Host:
     def _answer_signals(self, run: Run) -> None:
         loop = asyncio.get_running_loop()
 
-        def give_up() -> None:
+        def give_up(why: str) -> None:
             self._terminal.close()
+            print(f"stopped at once, {why}; the last checkpoint is that of step {self._saved_step}", file=sys.stderr)
             end_children()
             os._exit(1)
 
         def answer() -> None:
             if run.stop.is_set():
-                give_up()
+                give_up("at the second signal")
             run.stop.set()
             self._terminal.note("stopping after this step, then saving; once more stops at once")
-            loop.call_later(STOP_LIMIT_S, give_up)
+            loop.call_later(STOP_LIMIT_S, give_up, f"the step took more than {STOP_LIMIT_S:.0f} s")
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, answer)
-
-
-def end_children() -> None:
-    """Kill every process below this one."""
-    children = psutil.Process().children(recursive=True)
-    for child in children:
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
-    psutil.wait_procs(children, timeout=2)

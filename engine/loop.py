@@ -52,7 +52,7 @@ class Run:
     route: WeightRoute
     slice: TimeSlice
     recorder: Recorder
-    after_step: Callable[[int], Awaitable[None]]
+    after_step: Callable[[int, Timings], Awaitable[None]]
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     leases: Channel[Lease] = field(init=False)
     groups: Channel[Group] = field(init=False)
@@ -69,7 +69,8 @@ async def run_stages(run: Run) -> int:
             stages.create_task(_endless(stage), name=stage.__name__)
             for stage in (admit(run), generate(run), score(run), run.recorder.watch_lag())
         ]
-        steps = await train(run)
+        # A task like the others: the first failure is then the first in the group, whoever's it is.
+        steps = await stages.create_task(train(run), name="train")
         for task in others:
             task.cancel()
     return steps
@@ -89,7 +90,7 @@ async def admit(run: Run) -> None:
             task=run.tasks.next(),
             group_size=generate.group_size,
             sampling=sampling,
-            served_version=run.trainer.version,
+            served_version=run.driver.served_version,
         )
         run.recorder.leased()
         await run.leases.send(lease)
@@ -140,9 +141,9 @@ async def train(run: Run) -> int:
                 result = await within(limit_s, "the training step", run.thread.call(run.trainer.step, batch))
             if not result.skipped:
                 with timings.measure("publish"):
-                    await within(limit_s, "the weight update", run.route.publish(run.trainer.version))
-            with timings.measure("eval"):
-                await run.after_step(step)
+                    version = await within(limit_s, "the weight update", run.route.publish(run.trainer.version))
+                run.recorder.published(version)
+            await run.after_step(step, timings)
             run.driver.busy_s()  # not counted: what was open was held back
         timings.add("switch", run.slice.switch_s)
         # Outside the slice: nothing holds back a wave, which begins as soon as its groups are admitted.

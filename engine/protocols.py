@@ -44,6 +44,14 @@ class Generator(Protocol):
         """Undo `interrupt`."""
         ...
 
+    async def watch(self) -> None:
+        """Never returns.
+
+        Raises:
+            GenerationError: the generator has died, whether or not anyone waits for it just then.
+        """
+        ...
+
     @property
     def served_version(self) -> int:
         """The version whose weights new tokens come from."""

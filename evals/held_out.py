@@ -1,7 +1,7 @@
 """Held-out questions, answered greedily and by sampling, through the generator that trains.
 
 Sampled accuracy is the mean over questions of the share of right samples, pass@k the share of questions with at least
-one right among k = SAMPLES. Intervals are 95 % normal ones over questions, which are the independent units.
+one right among k = SAMPLES. Intervals are over questions, which are the independent units.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from engine.clock import within
 from engine.config import Config
 from engine.loop import judge
 from engine.observe.metrics import Value
@@ -24,6 +25,7 @@ from engine.tasks.source import TaskSource
 from engine.types import Group, Lease, Sampling, Task
 
 SAMPLES = 8
+_Z = 1.96
 # Questions asked at once: progress shows, and a stop need not wait for the whole evaluation.
 _WAVE = 32
 # The engine's seeds depend on it alone, so that every version meets the same randomness.
@@ -78,7 +80,8 @@ async def evaluate(
     for start in range(0, len(questions), _WAVE):
         terminal.status(f"evaluating version {version}: {start}/{len(questions)} questions")
         leases = _leases(questions[start : start + _WAVE], sampling, version)
-        groups += [(await judge(scorer, group)).group for group in await driver.wave(leases)]
+        wave = await within(config.run.stage_timeout_s, "an evaluation wave", driver.wave(leases))
+        groups += [(await judge(scorer, group)).group for group in wave]
     greedy, sampled = groups[0::2], groups[1::2]
     results = {
         label: summarise(
@@ -126,10 +129,15 @@ def summarise(version: int, greedy: Sequence[Group], sampled: Sequence[Group]) -
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of independent values with a 95 % normal interval, cut to [0, 1]."""
-    mean = float(np.mean(values))
-    half = 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 1.0
-    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half), len(values))
+    """Mean of independent values in [0, 1] with a 95 % interval: Wilson's score interval where all are 0 or 1 (a normal
+    one would be certain of 0 out of 128), else a normal one, cut to [0, 1]."""
+    mean, count = float(np.mean(values)), len(values)
+    if set(values) <= {0.0, 1.0}:
+        z2 = _Z**2
+        centre, spread = mean + z2 / (2 * count), _Z * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count**2))
+        return Estimate(mean, (centre - spread) / (1 + z2 / count), (centre + spread) / (1 + z2 / count), count)
+    half = _Z * float(np.std(values, ddof=1)) / math.sqrt(count)
+    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half), count)
 
 
 def describe(label: str, result: Result) -> str:

@@ -23,7 +23,7 @@ from engine.errors import StalledError
 from engine.generate.fake import FakeGenerator, geometric
 from engine.loop import Run, run_stages
 from engine.observe.metrics import Row, read_groups
-from engine.observe.recorder import Recorder
+from engine.observe.recorder import Recorder, Timings
 from engine.observe.terminal import SilentTerminal
 from engine.protocols import Score, StepResult
 from engine.rollout.chat import Chat
@@ -102,7 +102,7 @@ class LabelRoute:
         return Version(number=number, digest="")
 
 
-async def nothing_due(step: int) -> None:
+async def nothing_due(step: int, timings: Timings) -> None:
     """No evaluation, no checkpoint."""
 
 
@@ -138,7 +138,7 @@ class Parts:
     trainer: Any = field(default_factory=CountingTrainer)
     thread: Any = field(default_factory=InlineThread)
     scorer: Any = field(default_factory=Alternating)
-    after_step: Callable[[int], Awaitable[None]] = nothing_due
+    after_step: Callable[[int, Timings], Awaitable[None]] = nothing_due
     route: Any = None
 
     def __post_init__(self) -> None:
@@ -300,7 +300,7 @@ def test_evaluations_have_the_generator_to_themselves(parts: Callable[..., Parts
     """A wave wants an idle engine: nothing of the next step may have begun."""
     seen: list[int] = []
 
-    async def evaluate(step: int) -> None:
+    async def evaluate(step: int, timings: Timings) -> None:
         questions = [lease(order, of=task(order), group_size=1) for order in range(3)]
         groups = await Driver(made.generator, made.chat, run_seed=9, worker="evals", engine_build="").wave(questions)
         seen.extend({version for group in groups for one in group.rollouts for _, version in one.version_spans})
@@ -323,8 +323,9 @@ def test_times_by_hand(
     admitted meanwhile have a token; they go on after it, and the fourth step's join them a token later, which is
     what the fourth step waits for. Requests that a slice holds back are open, but not running."""
 
-    async def evaluate(step: int) -> None:
-        await asyncio.sleep(2.0)
+    async def evaluate(step: int, timings: Timings) -> None:
+        with timings.measure("eval"):
+            await asyncio.sleep(2.0)
 
     made = parts(
         max_staleness=max_staleness,
@@ -432,7 +433,7 @@ class BrokenRoute(LabelRoute):
         return await super().publish(number)
 
 
-async def broken_after_step(step: int) -> None:
+async def broken_after_step(step: int, timings: Timings) -> None:
     if step == 2:
         raise Broken
 

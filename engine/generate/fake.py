@@ -82,6 +82,9 @@ class FakeGenerator:
     async def open(self) -> None:
         pass
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
     async def generate(self, request: SegmentRequest) -> Segment:
         await self._admission()
         return await self._submit(request)

@@ -46,6 +46,9 @@ class ReplayGenerator:
     async def open(self) -> None:
         pass
 
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
     async def generate(self, request: SegmentRequest) -> Segment:
         while not self._going.is_set():  # another interrupt may come before this wakes
             await self._going.wait()

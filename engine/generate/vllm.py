@@ -27,6 +27,7 @@ from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
 _GIB = 1 << 30
 # Then the engine is killed; its worker follows by the parent-death signal.
 _SHUTDOWN_S = 1.0
+_WATCH_PERIOD_S = 0.5
 _ENDED: dict[str, Literal["stop", "length", "interrupted"]] = {
     "stop": "stop",
     "length": "length",
@@ -120,10 +121,24 @@ class VllmGenerator:
             if self._open:
                 raise GenerationError(f"a wave needs an idle engine, {self._open} requests are open")
             await self.llm.pause_generation(mode="keep", clear_cache=True)
-            collectors = [await self._add(request) for request in requests]
-            # Also while interrupted: requests of `generate` are held back here, not by the engine.
-            await self.llm.resume_generation()
+            collectors: list[RequestOutputCollector] = []
+            try:
+                for request in requests:
+                    collectors.append(await self._add(request))
+            except BaseException:
+                for collector in collectors:
+                    await self._release(collector, abort=True)
+                raise
+            finally:
+                # Also while interrupted: requests of `generate` are held back here, not by the engine.
+                await self.llm.resume_generation()
         return list(await asyncio.gather(*(self._collect(collector) for collector in collectors)))
+
+    async def watch(self) -> None:
+        """See `protocols.Generator.watch`. Calls to a dead engine may never be answered: this is what ends them."""
+        while not self.llm.errored:  # noqa: ASYNC110  # vLLM has no event to wait for
+            await asyncio.sleep(_WATCH_PERIOD_S)
+        raise _dead(self.llm.dead_error)
 
     async def interrupt(self) -> None:
         """See `protocols.Generator.interrupt`."""
@@ -160,7 +175,7 @@ class VllmGenerator:
             top_p=1.0,
             top_k=0,
             min_p=0.0,
-            seed=request.seed % (1 << 62),
+            seed=request.seed,
             max_tokens=request.max_new_tokens,
             stop=list(request.stop) or None,
             stop_token_ids=self._end_token_ids,
@@ -179,20 +194,23 @@ class VllmGenerator:
             ended = True
             raise _dead(error) from error
         finally:
-            if not ended:
-                await self.llm.abort(collector.request_id, internal=True)
-            collector.close()
-            async with self._ended:
-                self._open -= 1
-                self._ended.notify_all()
+            await self._release(collector, abort=not ended)
         if not isinstance(output, RequestOutput):
             raise GenerationError(f"the engine answered with {type(output).__name__} where a completion was asked for")
         return _segment(output.outputs[0])
 
+    async def _release(self, collector: RequestOutputCollector, *, abort: bool) -> None:
+        if abort:
+            await self.llm.abort(collector.request_id, internal=True)
+        collector.close()
+        async with self._ended:
+            self._open -= 1
+            self._ended.notify_all()
+
 
 def _segment(output: CompletionOutput) -> Segment:
     tokens = np.asarray(output.token_ids, np.int32)
-    logprobs = output.logprobs or []
+    logprobs = [entry for entry in output.logprobs or [] if entry is not None]
     spans = output.weight_versions or []
     ended = _ENDED.get(output.finish_reason or "")
     if ended is None:
@@ -201,7 +219,7 @@ def _segment(output: CompletionOutput) -> Segment:
         raise GenerationError(
             f"the engine returned {len(tokens)} tokens, {len(logprobs)} log-probs and version spans {spans}"
         )
-    values = [entry[token].logprob for token, entry in zip(output.token_ids, logprobs, strict=True) if entry]
+    values = [entry[token].logprob for token, entry in zip(output.token_ids, logprobs, strict=True)]
     return Segment(
         token_ids=tokens,
         logprobs=np.asarray(values, np.float32),
@@ -210,5 +228,5 @@ def _segment(output: CompletionOutput) -> Segment:
     )
 
 
-def _dead(error: EngineDeadError) -> GenerationError:
+def _dead(error: BaseException) -> GenerationError:
     return GenerationError(f"the vLLM engine died: {error}", remedy="engine.log in the run folder says why")

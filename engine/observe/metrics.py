@@ -84,7 +84,7 @@ KEYS: tuple[Key, ...] = (
 FAMILIES: tuple[Key, ...] = (
     Key("reward/<env>", "reward", "reward/mean of one env"),
     Key("share/<env>", "share", "of the trained groups, those of one env"),
-    Key("memory/...", "GiB", "device memory at a named moment"),
+    Key("memory/...", "GiB", "memory/host_peak: the most that the host process ever held"),
     Key("eval/<suite>/<task>", "score", "an evaluation's result, in the row of the version that it judged"),
 )
 

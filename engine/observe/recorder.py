@@ -15,7 +15,7 @@ from engine.observe.metrics import EventLog, MetricsLog, RolloutLog, Row, Value,
 from engine.observe.tensorboard import TensorBoardLog
 from engine.observe.terminal import Sample, Terminal
 from engine.protocols import StepResult
-from engine.types import Batch, Group
+from engine.types import Batch, Group, Version
 
 _LAG_PERIOD_S = 0.01
 
@@ -68,6 +68,10 @@ class Recorder:
     def leased(self) -> None:
         """A group was admitted."""
         self._leased += 1
+
+    def published(self, version: Version) -> None:
+        """The engines serve this version."""
+        self.events.write("published", number=version.number, digest=version.digest)
 
     def evaluated(self, metrics: dict[str, Value]) -> None:
         """`eval/<suite>/<task>` values for the next row."""

@@ -90,6 +90,11 @@ class Driver:
             for lease in leases
         ]
 
+    @property
+    def served_version(self) -> int:
+        """The version that new tokens come from."""
+        return self._generator.served_version
+
     def busy_s(self) -> float:
         """Seconds with a request open, since the last call."""
         now = time.monotonic()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers.modeling_utils import PreTrainedModel
 
 from engine.algorithms.loss import PRESETS, MismatchSums, policy_loss
 from engine.config import Config, TrainSection
@@ -49,7 +50,7 @@ class TorchTrainer:
         self._loss = PRESETS[config.algorithm.preset]
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = load_model(folder, getattr(torch, config.train.param_dtype), self.device)
-        _require_plain_head(self.model.config)
+        _require_supported(self.model, config.generate.max_model_len)
         self._parameters = list(self.model.parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -168,12 +169,25 @@ def _to_device(micro_batch: MicroBatch, device: torch.device) -> dict[str, torch
     return dict(tensors())
 
 
-def _require_plain_head(model_config: object) -> None:
-    """The head computes hidden @ weight.T; models that scale or cap their logits need more than that."""
-    settings = vars(model_config)
-    for name in ("final_logit_softcapping", "logits_scaling", "logit_scale"):
-        if settings.get(name) not in (None, 1.0):
-            raise MissingError(
-                f"the model's config has {name} = {settings[name]}, which the training head does not apply",
-                remedy="use a model whose logits are lm_head(hidden), such as Llama, Qwen or SmolLM",
-            )
+def _require_supported(model: PreTrainedModel, longest: int) -> None:
+    """The step computes softmax(hidden @ weight.T) with full causal attention and no dropout. A model that does more
+    would train on log-probs that are silently wrong.
+
+    Raises:
+        MissingError: naming what the model does.
+    """
+    settings = vars(model.config)
+    found = [name for name in ("final_logit_softcapping", "logits_scaling", "logit_scale")
+             if settings.get(name) not in (None, 1.0)]
+    found += [name for name, value in settings.items() if name.endswith(("dropout", "_pdrop")) and value]
+    window = settings.get("sliding_window")
+    if window is not None and settings.get("use_sliding_window", True) and window < longest:
+        found.append("sliding_window")
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        found.append("lm_head.bias")
+    if found:
+        raise MissingError(
+            f"the model has {', '.join(found)}, which the training step does not compute yet",
+            remedy="use a model such as Llama, Qwen2.5, Qwen3 or SmolLM",
+        )

@@ -47,21 +47,20 @@ class MasterWeights(WeightSource):
     def __init__(self, model: torch.nn.Module, wire_dtype: torch.dtype) -> None:
         self._model = model
         self._wire_dtype = wire_dtype
+        self.digest = ""
+        """SHA-256 of names and bytes, in manifest order, of the last complete iteration."""
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, self._wire_dtype, tuple(p.shape)) for name, p in self._model.named_parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._model.named_parameters():
-            yield name, materialize_full_tensor(parameter.detach()).to(self._wire_dtype)
-
-    def digest(self) -> str:
-        """SHA-256 over names and bytes, in manifest order."""
         running = hashlib.sha256()
-        for name, tensor in self:
+        for name, parameter in self._model.named_parameters():
+            tensor = materialize_full_tensor(parameter.detach()).to(self._wire_dtype)
             running.update(name.encode())
             running.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-        return running.hexdigest()
+            yield name, tensor
+        self.digest = running.hexdigest()
 
 
 @dataclass
@@ -257,4 +256,4 @@ class LocalRoute:
             self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
         self._client.number = number
         self._sender.send_weights()
-        return self._source.digest()
+        return self._source.digest

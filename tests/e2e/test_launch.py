@@ -21,12 +21,14 @@ ROOT = Path(__file__).parents[2]
 TIMED = ("time", "busy/", "loop/", "memory/")
 
 
-def _start(folder: Path, *overrides: str, torchrun: bool = False) -> subprocess.Popen[str]:
+def _start(
+    folder: Path, *overrides: str, torchrun: bool = False, environment: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1"] if torchrun else []
     command = [sys.executable, *launcher, "launch.py", "--config", "configs/smoke.toml", f"run.dir={folder.parent}",
                f"run.name={folder.name}", *overrides]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+    inherited = os.environ | {"PYTHONPATH": str(Path(__file__).parent)} | (environment or {})
+    return subprocess.Popen(command, cwd=ROOT, env=inherited, text=True, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, start_new_session=True)
 
 
@@ -106,13 +108,16 @@ def test_checkpoint_loads_with_transformers(twins):
     assert AutoModelForCausalLM.from_pretrained(latest).config.vocab_size == len(AutoTokenizer.from_pretrained(latest))
 
 
-def test_first_interrupt_saves_and_ends_well(tmp_path):
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_first_interrupt_saves_and_ends_well(tmp_path, torchrun):
     folder = tmp_path / "interrupted"
-    process = _start(folder, "run.steps=100000", "schedule.max_staleness=1")
+    process = _start(folder, "run.steps=100000", "schedule.max_staleness=1", torchrun=torchrun)
     children = _until_rows(folder, 3, process)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=30)[0]
-    assert process.returncode == 0, output
+    # torchrun's own code after a signal is 1, whatever its worker's.
+    assert process.returncode == (1 if torchrun else 0), output
+    assert "stopped after" in output
     assert _ended(children, 2)
     rows = _rows(folder)
     assert (folder / "checkpoints/latest").resolve().name == f"step-{len(rows):06d}"
@@ -142,13 +147,46 @@ def test_kill_of_the_host_leaves_no_engine(tmp_path):
     assert _ended(children, 2)
 
 
+def test_interrupt_while_the_engine_starts(tmp_path):
+    folder = tmp_path / "starting"
+    process = _start(folder)
+    for _ in range(600):
+        if (folder / "engine.log").exists() and psutil.Process(process.pid).children():
+            break
+        time.sleep(0.1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=30)[0]
+    assert process.returncode == 0, output
+    assert "nothing to save" in output
+    assert _ended(children, 2)
+
+
+def test_death_of_the_engine_ends_the_run(tmp_path):
+    folder = tmp_path / "dead"
+    process = _start(folder, "run.steps=100000")
+    children = _until_rows(folder, 2, process)
+    next(child for child in children if "EngineCor" in child.name()).kill()
+    output = process.communicate(timeout=10)[0]
+    assert process.returncode == 1
+    assert "the vLLM engine died" in output
+    assert "-> engine.log in the run folder says why" in output
+    assert _ended(children, 2)
+
+
 def test_failing_stage_ends_the_run_with_its_traceback(tmp_path):
-    folder = tmp_path / "failing"
-    process = _start(folder, "tasks.0.params={path='configs/smoke_tasks.jsonl', score='scorers:fails'}")
-    output = process.communicate(timeout=120)[0]
+    """The scorer works until a file appears: then the run has five seconds."""
+    folder, trigger = tmp_path / "failing", tmp_path / "now"
+    process = _start(
+        folder,
+        "run.steps=100000",
+        "tasks.0.params={path='configs/smoke_tasks.jsonl', score='scorers:fails_when_told'}",
+        environment={"FAIL_WHEN_EXISTS": str(trigger)},
+    )
+    children = _until_rows(folder, 2, process)
+    trigger.touch()
+    output = process.communicate(timeout=5)[0]
     assert process.returncode == 1
     assert "ZeroDivisionError: this scorer is broken on purpose" in output
     assert "ScoringError" in output
-    left = [child for child in psutil.process_iter(["environ"]) if (child.info["environ"] or {}).get(
-        "FARFIELD_HOST_PID") == str(process.pid)]
-    assert left == []
+    assert _ended(children, 1)

@@ -1,0 +1,86 @@
+"""Held-out evaluation: estimates by hand, and a whole one on the fake generator."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hand_made import config, task
+
+from engine import clock
+from engine.generate.fake import FakeGenerator
+from engine.observe.terminal import SilentTerminal
+from engine.protocols import Score
+from evals.held_out import SAMPLES, estimate, evaluate
+
+
+def test_a_share_has_a_wilson_interval():
+    # 10 of 40, z = 1.96: (0.25 + 0.04802) / 1.09604 -+ 0.14150 / 1.09604
+    value = estimate([1.0] * 10 + [0.0] * 30)
+    assert value.mean == 0.25
+    assert (value.low, value.high) == (pytest.approx(0.1419, abs=1e-4), pytest.approx(0.4019, abs=1e-4))
+    assert estimate([0.0] * 128).high == pytest.approx(0.0291, abs=1e-4)
+
+
+def test_a_mean_has_a_normal_interval():
+    value = estimate([0.0, 0.5, 0.5, 1.0])
+    half = 1.96 * np.std([0.0, 0.5, 0.5, 1.0], ddof=1) / 2
+    assert (value.mean, value.low, value.high) == (0.5, pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+
+
+class _EvenIsRight:
+    """Right where the greedy or sampled completion has an even number of tokens."""
+
+    async def score(self, task, rollout):
+        return Score(float(rollout.length % 2 == 0), extracted=str(rollout.length))
+
+    async def close(self):
+        pass
+
+
+class _Tasks:
+    def held_out(self, limit=0):
+        return [task(index) for index in range(limit or 40)]
+
+
+class _Chat:
+    def encode(self, task):
+        return np.asarray([1, 2, task.index], np.int32)
+
+    def decode(self, tokens):
+        return " ".join(map(str, tokens))
+
+    def cut_at_stop(self, tokens, stops):
+        return None
+
+
+def _evaluate(tmp_path, tag):
+    async def run():
+        generator = FakeGenerator(version=3)
+        # Inside a time slice, as during training.
+        await generator.interrupt()
+        return await evaluate(
+            generator=generator, chat=_Chat(), tasks=_Tasks(), scorer=_EvenIsRight(), config=config(),
+            folder=tmp_path / tag, terminal=SilentTerminal(),
+        )
+
+    metrics = clock.run_virtual(run())
+    return metrics, json.loads((tmp_path / tag / "held_out.json").read_text())
+
+
+def test_every_question_is_answered_greedily_and_by_sampling(tmp_path):
+    metrics, written = _evaluate(tmp_path, "one")
+    (label, result), = written.items()
+    assert metrics == {f"eval/held_out/{label}": result["sampled"]["mean"]}
+    assert result["version"] == 3
+    assert len(result["answers"]) == 40
+    rewards = [answer["rewards"] for answer in result["answers"]]
+    assert all(len(each) == 1 + SAMPLES for each in rewards)
+    assert result["greedy"]["mean"] == pytest.approx(np.mean([each[0] for each in rewards]))
+    assert result["sampled"]["mean"] == pytest.approx(np.mean([each[1:] for each in rewards]))
+    assert result["pass_at_8"]["mean"] == pytest.approx(np.mean([max(each[1:]) for each in rewards]))
+
+
+def test_every_version_meets_the_same_randomness(tmp_path):
+    assert _evaluate(tmp_path, "one") == _evaluate(tmp_path, "two")
