@@ -44,9 +44,10 @@ def _parse() -> argparse.Namespace:
 
 
 def _refuse_unbuilt(arguments: argparse.Namespace) -> None:
-    if arguments.role != "learner" or arguments.join:
-        remedy = "start without --role and --join"
-        raise ConfigError("--role", value=arguments.role, limit="not built yet", remedy=remedy)
+    if arguments.role != "learner":
+        raise ConfigError("--role", value=arguments.role, limit="not built yet", remedy="start without --role")
+    if arguments.join:
+        raise ConfigError("--join", value=arguments.join, limit="not built yet", remedy="start without --join")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         raise ConfigError("--nproc-per-node", value=ranks, limit="not built yet", remedy="use --nproc-per-node 1")

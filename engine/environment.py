@@ -43,7 +43,7 @@ def prepare() -> None:
 
 def _keep_freed_memory() -> None:
     """Tell glibc to hold on to freed blocks. A CPU training step frees and asks again for gigabytes of activations,
-    and giving them back in between costs two thirds of the process's system time in page faults."""
+    and giving them back in between is paid for in page faults."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc = ctypes.CDLL(None)
@@ -66,7 +66,7 @@ def engine_environment(log_file: Path) -> Iterator[None]:
     # vLLM's own sockets on this host need no address that others can reach.
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
     if not torch.cuda.is_available():
-        # vLLM compiles one small function at its first token: ten seconds, and a C++ compiler that may be missing.
+        # vLLM compiles one small function at its first token: it takes seconds, and a C++ compiler that may be missing.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
         # Its worker may use every core: they are shared well with the trainer once nothing spins.
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")

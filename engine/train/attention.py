@@ -32,7 +32,7 @@ def packed_attention(
     end of each row, so the causal mask alone keeps it from every real token.
     """
     num_sequences, longest = pack_shape
-    # CPU kernels for bfloat16 attention take 2.6 times as long, forward and backward, as those for float32.
+    # On a CPU the kernels for float32 attention are faster than those for bfloat16, and exact besides.
     computed = torch.float32 if query.device.type == "cpu" else query.dtype
 
     def block(packed: torch.Tensor) -> torch.Tensor:
