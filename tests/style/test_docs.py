@@ -127,7 +127,10 @@ def test_the_errors_page_has_every_error_with_its_exit_code() -> None:
     assert rows == {name: str(kind.exit_code) for name, kind in kinds.items()}
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "configs/README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_files_that_a_page_names_exist(page: Path) -> None:
     text = page.read_text()
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
