@@ -210,7 +210,7 @@ class VllmGenerator:
 
 def _segment(output: CompletionOutput) -> Segment:
     tokens = np.asarray(output.token_ids, np.int32)
-    logprobs = [entry for entry in output.logprobs or [] if entry is not None]
+    logprobs = list(output.logprobs or ())
     spans = output.weight_versions or []
     ended = _ENDED.get(output.finish_reason or "")
     if ended is None:

@@ -184,7 +184,7 @@ def _require_supported(model: PreTrainedModel, longest: int) -> None:
     if window is not None and settings.get("use_sliding_window", True) and window < longest:
         found.append("sliding_window")
     head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+    if not isinstance(head, torch.nn.Linear) or "bias" in dict(head.named_parameters()):
         found.append("lm_head.bias")
     if found:
         raise MissingError(
