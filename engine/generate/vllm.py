@@ -210,7 +210,8 @@ class VllmGenerator:
 
 def _segment(output: CompletionOutput) -> Segment:
     tokens = np.asarray(output.token_ids, np.int32)
-    logprobs = list(output.logprobs or ())
+    pairs = zip(output.token_ids, output.logprobs or (), strict=False)
+    logprobs = [entry[token].logprob for token, entry in pairs if entry is not None]
     spans = output.weight_versions or []
     ended = _ENDED.get(output.finish_reason or "")
     if ended is None:
@@ -219,10 +220,9 @@ def _segment(output: CompletionOutput) -> Segment:
         raise GenerationError(
             f"the engine returned {len(tokens)} tokens, {len(logprobs)} log-probs and version spans {spans}"
         )
-    values = [entry[token].logprob for token, entry in zip(output.token_ids, logprobs, strict=True)]
     return Segment(
         token_ids=tokens,
-        logprobs=np.asarray(values, np.float32),
+        logprobs=np.asarray(logprobs, np.float32),
         version_spans=tuple((span.start, int(span.version)) for span in spans),
         ended=ended,
     )
