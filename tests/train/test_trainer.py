@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,9 @@ from engine.algorithms.loss import MismatchSums
 from engine.config import TrainSection
 from engine.errors import MissingError, TrainingError
 from engine.train import head
+from engine.train.model import load_model
 from engine.train.pack import build_batch
-from engine.train.trainer import TorchTrainer, _require_plain_head, learning_rate
+from engine.train.trainer import TorchTrainer, _require_supported, learning_rate
 from engine.types import Batch, Group
 
 pytestmark = pytest.mark.usefixtures("one_cpu")
@@ -292,8 +292,23 @@ def test_learning_rates_by_hand(settings: dict[str, Any], total: int, expected: 
     assert min(rates) > 0
 
 
-@pytest.mark.parametrize("name", ["final_logit_softcapping", "logits_scaling", "logit_scale"])
-def test_a_head_that_needs_more_is_refused(name: str) -> None:
-    with pytest.raises(MissingError, match=rf"{name} = 8\.0"):
-        _require_plain_head(SimpleNamespace(**{name: 8.0}))
-    _require_plain_head(SimpleNamespace(**{name: 1.0}))
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("final_logit_softcapping", 8.0),
+        ("logits_scaling", 8.0),
+        ("logit_scale", 0.5),
+        ("attention_dropout", 0.1),
+        ("sliding_window", 16),
+        ("lm_head.bias", None),
+    ],
+)
+def test_a_model_that_does_more_than_the_step_is_refused(setting: str, value: Any, untied_folder: Path) -> None:
+    model = load_model(untied_folder, torch.float32, torch.device("cpu"))
+    _require_supported(model, 64)
+    if setting == "lm_head.bias":
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+    else:
+        setattr(model.config, setting, value)
+    with pytest.raises(MissingError, match=setting):
+        _require_supported(model, 64)
