@@ -21,14 +21,19 @@ def main() -> int:
     try:
         config = load(arguments.config, arguments.overrides)
         _refuse_unbuilt(arguments)
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # Until the event loop answers them. An exception here would have to find its way through vLLM's start.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _stop_before_the_first_step)
         return _run(config, arguments)
-    except KeyboardInterrupt:
-        print("stopped before the first step; there was nothing to save", file=sys.stderr)
-        return 0
     except FarfieldError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _stop_before_the_first_step(number: int, frame: object) -> None:
+    print("stopped before the first step; there was nothing to save", file=sys.stderr, flush=True)
+    environment.end_children()
+    os._exit(0)
 
 
 def _parse() -> argparse.Namespace:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import signal
+from collections.abc import Iterator
 
 from engine.environment import HOST_PID
+from engine.errors import GenerationError
 
 SHARED_MEMORY_BACKEND = "farfield_shm"
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +37,22 @@ def register_weight_transfer() -> None:
     module = "engine.weights.local"
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, module, "SharedMemoryReceiver")
     WeightTransferTrainerFactory.register_engine(SHARED_MEMORY_BACKEND, module, "SharedMemorySender")
+
+
+@contextlib.contextmanager
+def calling_the_engine() -> Iterator[None]:
+    """Around calls to vLLM.
+
+    Raises:
+        GenerationError: the engine has died.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        remedy = "engine.log in the run folder says why"
+        raise GenerationError(f"the vLLM engine died: {error}", remedy=remedy) from error
 
 
 def _end_with_parent(host: int) -> None:

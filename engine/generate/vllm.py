@@ -16,13 +16,12 @@ from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from engine.config import Dtype, GenerateSection
 from engine.errors import GenerationError, MissingError
 from engine.types import Segment, SegmentRequest
-from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
+from engine.vllm_plugin import SHARED_MEMORY_BACKEND, calling_the_engine, register_weight_transfer
 
 _GIB = 1 << 30
 # Then the engine is killed; its worker follows by the parent-death signal.
@@ -95,7 +94,8 @@ class VllmGenerator:
         self._running = asyncio.Event()
         self._running.set()
         self._ended = asyncio.Condition()
-        await self.llm.update_weight_version("0")
+        with calling_the_engine():
+            await self.llm.update_weight_version("0")
 
     @property
     def served_version(self) -> int:
@@ -120,16 +120,9 @@ class VllmGenerator:
         async with self._adding:
             if self._open:
                 raise GenerationError(f"a wave needs an idle engine, {self._open} requests are open")
-            await self.llm.pause_generation(mode="keep", clear_cache=True)
-            collectors: list[RequestOutputCollector] = []
-            try:
-                for request in requests:
-                    collectors.append(await self._add(request))
-            except BaseException:
-                for collector in collectors:
-                    await self._release(collector, abort=True)
-                raise
-            finally:
+            with calling_the_engine():
+                await self.llm.pause_generation(mode="keep", clear_cache=True)
+                collectors = await self._add_all(requests)
                 # Also while interrupted: requests of `generate` are held back here, not by the engine.
                 await self.llm.resume_generation()
         return list(await asyncio.gather(*(self._collect(collector) for collector in collectors)))
@@ -138,19 +131,22 @@ class VllmGenerator:
         """See `protocols.Generator.watch`. Calls to a dead engine may never be answered: this is what ends them."""
         while not self.llm.errored:  # noqa: ASYNC110  # vLLM has no event to wait for
             await asyncio.sleep(_WATCH_PERIOD_S)
-        raise _dead(self.llm.dead_error)
+        with calling_the_engine():
+            raise self.llm.dead_error
 
     async def interrupt(self) -> None:
         """See `protocols.Generator.interrupt`."""
         self._running.clear()
         async with self._adding:
-            await self.llm.pause_generation(mode="abort", clear_cache=False)
+            with calling_the_engine():
+                await self.llm.pause_generation(mode="abort", clear_cache=False)
         async with self._ended:
             await self._ended.wait_for(lambda: self._open == 0)
 
     async def resume(self) -> None:
         """See `protocols.Generator.resume`."""
-        await self.llm.resume_generation()
+        with calling_the_engine():
+            await self.llm.resume_generation()
         self._running.set()
 
     async def close(self) -> None:
@@ -161,12 +157,23 @@ class VllmGenerator:
 
     async def _add(self, request: SegmentRequest) -> RequestOutputCollector:
         prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())
-        try:
+        with calling_the_engine():
             collector = await self.llm.add_request(request.request_id, prompt, self._params(request))
-        except EngineDeadError as error:
-            raise _dead(error) from error
         self._open += 1
         return collector
+
+    async def _add_all(self, requests: Sequence[SegmentRequest]) -> list[RequestOutputCollector]:
+        """All of them or none: a cancellation half-way takes back those that are in."""
+        collectors: list[RequestOutputCollector] = []
+        try:
+            for request in requests:
+                collectors.append(await self._add(request))
+        except BaseException:
+            for collector in collectors:
+                await self._release(collector, abort=True)
+            await self.llm.resume_generation()
+            raise
+        return collectors
 
     def _params(self, request: SegmentRequest) -> SamplingParams:
         return SamplingParams(
@@ -186,15 +193,13 @@ class VllmGenerator:
         )
 
     async def _collect(self, collector: RequestOutputCollector) -> Segment:
-        ended = False
         try:
-            output = await collector.get()
-            ended = True
-        except EngineDeadError as error:
-            ended = True
-            raise _dead(error) from error
-        finally:
-            await self._release(collector, abort=not ended)
+            with calling_the_engine():
+                output = await collector.get()
+        except BaseException:
+            await self._release(collector, abort=not self.llm.errored)
+            raise
+        await self._release(collector, abort=False)
         if not isinstance(output, RequestOutput):
             raise GenerationError(f"the engine answered with {type(output).__name__} where a completion was asked for")
         return _segment(output.outputs[0])
@@ -226,7 +231,3 @@ def _segment(output: CompletionOutput) -> Segment:
         version_spans=tuple((span.start, int(span.version)) for span in spans),
         ended=ended,
     )
-
-
-def _dead(error: BaseException) -> GenerationError:
-    return GenerationError(f"the vLLM engine died: {error}", remedy="engine.log in the run folder says why")

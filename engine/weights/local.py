@@ -36,7 +36,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from engine.types import Version
-from engine.vllm_plugin import SHARED_MEMORY_BACKEND, register_weight_transfer
+from engine.vllm_plugin import SHARED_MEMORY_BACKEND, calling_the_engine, register_weight_transfer
 
 register_weight_transfer()
 
@@ -229,7 +229,8 @@ class LoopClient:
         self._call(self._engine.finish_weight_update(weight_version or str(self.number)))
 
     def _call(self, call: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        with calling_the_engine():
+            asyncio.run_coroutine_threadsafe(call, self._loop).result()
 
 
 class LocalRoute:
