@@ -104,12 +104,12 @@ def _report(error: BaseException) -> int:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     traceback.print_exception(error)
-    if isinstance(error, FarfieldError):
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    print(f"error: {type(error).__name__}: {error}\n  -> the traceback above names the place; the engine's own log is "
-          "engine.log in the run folder", file=sys.stderr)
-    return 1
+    known = isinstance(error, FarfieldError)
+    print(f"error: {error}" if known else f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    if not known or not error.remedy:
+        print("  -> the traceback above names the place; the engine's own log is engine.log in the run folder",
+              file=sys.stderr)
+    return error.exit_code if known else 1
 
 
 if __name__ == "__main__":

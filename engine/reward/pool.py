@@ -60,7 +60,10 @@ class ScoringPool:
         finally:
             self._idle.put_nowait(worker)
         if isinstance(reply, Failure):
-            raise ScoringError(f"the scorer of task {task.task_id} raised:\n{reply.traceback}")
+            raise ScoringError(
+                f"the scorer of task {task.task_id} raised:\n{reply.traceback.rstrip()}",
+                remedy="mend the reward function at the place that its traceback names",
+            )
         return truncated(Score(reply.reward, reply.extracted, reply.parts), rollout.stop_reason, self._reward.truncated)
 
     async def close(self) -> None:
