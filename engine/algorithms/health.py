@@ -1,0 +1,36 @@
+"""What a mismatch metric's value says: one table of bands, one verdict."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Verdict = Literal["healthy", "watch", "bad"]
+
+
+class Band(NamedTuple):
+    """Healthy up to `healthy` and bad beyond `bad`, in size; the other way round when `falls`: lower is worse."""
+
+    healthy: float
+    bad: float
+    falls: bool = False
+
+
+BANDS: dict[str, Band] = {
+    "mismatch/k1": Band(0.1, 0.1),
+    "mismatch/k3": Band(1e-3, 1e-2),
+    "mismatch/ess": Band(0.3, 0.3, falls=True),
+    "mismatch/chi2": Band(1.0, 1.0),
+    "mismatch/prob_diff": Band(0.005, 0.01),
+    "rule/fraction": Band(0.2, 0.5),
+}
+
+
+def verdict(name: str, value: float) -> Verdict | None:
+    """How the metric `name` stands at `value`; None for a metric without a band. A NaN is bad."""
+    if name not in BANDS:
+        return None
+    healthy, bad, falls = BANDS[name]
+    sign, size = -1 if falls else 1, abs(value)
+    if sign * size <= sign * healthy:
+        return "healthy"
+    return "watch" if sign * size <= sign * bad else "bad"
