@@ -72,10 +72,13 @@ def _dry_run(config: Config) -> int:
 
 
 def _run(config: Config, arguments: argparse.Namespace) -> int:
+    from engine.algorithms.presets import resolve
     from engine.reward.pool import ScoringPool
     from engine.tasks.source import TaskSource
 
-    # Before the heavy imports: what is wrong with tasks or scorers is said at once.
+    # Before the heavy imports: what is wrong with the loss, tasks or scorers is said at once.
+    if resolve(config.algorithm).ratio == "none" and config.algorithm.preset != "ce":
+        print("warning: algorithm.ratio = 'none' is the uncorrected baseline of studies", file=sys.stderr)
     tasks = TaskSource(config.tasks, config.run.seed)
     scorer = ScoringPool(config.tasks, config.reward)
     if arguments.dry_run:

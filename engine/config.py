@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -110,7 +111,7 @@ class ScheduleSection(Section, frozen=True, kw_only=True):
 
 
 class AlgorithmSection(Section, frozen=True, kw_only=True):
-    preset: Literal["cispo", "ppo_clip", "reinforce_is", "dppo", "m2po", "decoupled_ppo"] = "cispo"
+    preset: Literal["cispo", "ppo_clip", "reinforce_is", "dppo", "m2po", "decoupled_ppo", "ce"] = "cispo"
     ratio: Literal["", "behaviour", "proximal", "none"] = ""
     level: Literal["", "token", "sequence"] = ""
     rule: Literal["", "none", "clip", "cap", "prob_mask", "band", "budget"] = ""
@@ -238,18 +239,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "schedule.max_wait_s": (0.0,),
     "schedule.in_flight": ("recompute",),
     "schedule.refill": (False,),
-    "algorithm.preset": ("cispo", "ppo_clip"),
-    "algorithm.ratio": ("", "behaviour"),
-    "algorithm.level": ("",),
-    "algorithm.rule": ("",),
-    "algorithm.gradient": ("",),
-    "algorithm.advantage": ("leave_one_out", "centered"),
-    "algorithm.correction": ("",),
-    "algorithm.aggregation": ("token_mean",),
-    "algorithm.kl": ({},),
-    "algorithm.entropy_coef": (0.0,),
-    "algorithm.ess_scaling": (False,),
-    "algorithm.breaker": ({},),
     "train.param_dtype": ("float32",),
     "train.fsdp": (False,),
     "train.ranks": (0,),
@@ -440,6 +429,7 @@ def _refuse_contradictions(config: Config) -> None:
     if config.train.warmup_steps > config.run.steps:
         raise ConfigError("train.warmup_steps", value=config.train.warmup_steps,
                           limit=f"is more than run.steps = {config.run.steps}", remedy="lower it")
+    _refuse_breaker(config.algorithm.breaker)
     labels = [task.label for task in config.tasks]
     for index, label in enumerate(labels):
         if label in _RESERVED_LABELS:
@@ -449,6 +439,18 @@ def _refuse_contradictions(config: Config) -> None:
             raise ConfigError(f"tasks.{index}.name", value=label, limit="another task has that name",
                               remedy="give each [[tasks]] entry its own name; for reasoning_gym, put the family in "
                                      "params.family")
+
+
+def _refuse_breaker(breaker: dict[str, float]) -> None:
+    """Unknown limits of `algorithm.breaker`, and limits out of range."""
+    for key, value in breaker.items():
+        if key not in ("share", "grad_norm"):
+            raise ConfigError(f"algorithm.breaker.{key}", value=value, limit="is not a key",
+                              remedy="known keys: share, grad_norm")
+        if not 0 < value <= (1 if key == "share" else math.inf):
+            raise ConfigError(f"algorithm.breaker.{key}", value=value,
+                              limit="is not in 0 ... 1" if key == "share" else "is not above 0",
+                              remedy="such as share = 0.5 and grad_norm = 100")
 
 
 def _require_files(config: Config) -> None:

@@ -55,6 +55,15 @@ def test_a_dry_run_prints_the_plan_of_every_shipped_config(config: Path) -> None
     assert "# 7 steps of " in done.stdout
 
 
+def test_an_uncorrected_loss_is_warned_of_and_a_supervised_one_is_not() -> None:
+    dry = ("--config", "configs/quickstart.toml", "--dry-run")
+    baseline = launch(*dry, "algorithm.ratio=none", "algorithm.rule=none")
+    assert baseline.returncode == 0
+    assert baseline.stderr == "warning: algorithm.ratio = 'none' is the uncorrected baseline of studies\n"
+    supervised = launch(*dry, "algorithm.preset=ce")
+    assert (supervised.returncode, supervised.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("overrides", "code", "parts"),
     [
@@ -63,6 +72,7 @@ def test_a_dry_run_prints_the_plan_of_every_shipped_config(config: Path) -> None
         (["run.steps=0"], 2, ["run.steps = 0", ">= 1", "write"]),
         (["run.steps=many"], 2, ["run.steps = 'many'", "a whole number"]),
         (["algorithm.preset=grpo"], 2, ["algorithm.preset = 'grpo'", "'cispo'"]),
+        (["algorithm.correction=tis", "--dry-run"], 2, ["algorithm.correction = 'tis'", "count twice", "'proximal'"]),
         (["schedule.placement=split"], 2, ["schedule.placement = 'split'", "not built yet", "'time_sliced'"]),
         (["generate.top_p=0.9"], 2, ["generate.top_p = 0.9", "full sampling distribution", "remove it"]),
         (
