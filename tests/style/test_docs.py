@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from engine import errors
+from engine.algorithms.health import BANDS
+from engine.algorithms.presets import CORRECTION_BOUNDS, PRESETS, RULE_BOUNDS
 from engine.config import NOT_BUILT, Config
 from engine.observe.metrics import FAMILIES, KEYS
 
@@ -115,6 +117,38 @@ def test_a_config_row_says_what_the_schema_says(key: str) -> None:
 def test_the_metrics_page_has_every_column() -> None:
     rows = [[cell.strip("`") for cell in row] for row in table_rows((ROOT / "docs/metrics.md").read_text())]
     assert rows == [list(key) for key in (*KEYS, *FAMILIES)]
+
+
+def algorithm_rows(start: str, end: str) -> dict[str, list[str]]:
+    """First cell -> the others, of the tables of docs/algorithms.md between two texts."""
+    text = (ROOT / "docs/algorithms.md").read_text()
+    return {row[0].strip("`"): row[1:] for row in table_rows(text[text.index(start) : text.index(end)])}
+
+
+def test_the_algorithms_page_has_every_preset() -> None:
+    rows = {
+        name: [loss.ratio, loss.level, loss.rule, f"{loss.low:g}", f"{loss.high:g}", loss.gradient, loss.correction,
+               f"{loss.kl.to} {loss.kl.kind} {loss.kl.coef:g}" if loss.kl else ""]
+        for name, loss in PRESETS.items()
+    }  # fmt: skip
+    assert algorithm_rows("## Presets", "## Aggregation") == rows
+
+
+@pytest.mark.parametrize(
+    ("heading", "end", "bounds_of"),
+    [
+        ("| `algorithm.rule`", "A replaced r", RULE_BOUNDS),
+        ("| `algorithm.correction`", "`algorithm.kl` =", CORRECTION_BOUNDS),
+    ],
+)
+def test_the_algorithms_page_has_every_bound(heading: str, end: str, bounds_of: dict[str, tuple[float, float]]) -> None:
+    _, *rows = algorithm_rows(heading, end).items()
+    assert {name: (float(low or 0), float(high or "inf")) for name, (_, low, high) in rows} == bounds_of
+
+
+def test_the_algorithms_page_has_every_band() -> None:
+    rows = {name: tuple(map(float, limits)) for name, limits in algorithm_rows("## Health", "The limits are").items()}
+    assert rows == {name: (band.healthy, band.bad) for name, band in BANDS.items()}
 
 
 def test_the_errors_page_has_every_error_with_its_exit_code() -> None:
