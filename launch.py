@@ -18,9 +18,12 @@ def main() -> int:
     """Parse, check, run. Exit codes: 0 done, 2 bad config or arguments, 3 something is missing, 1 anything else."""
     arguments = _parse()
     environment.prepare()
+    if int(os.environ.get("RANK", "0")):
+        return _follow(arguments)
     try:
         config = load(arguments.config, arguments.overrides)
         _refuse_unbuilt(arguments)
+        _refuse_missing_ranks(config)
         # Until the event loop answers them. An exception here would have to find its way through vLLM's start.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _stop_before_the_first_step)
@@ -28,6 +31,15 @@ def main() -> int:
     except FarfieldError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    """A rank above 0: it trains what the learner sends, and has nothing to do where nothing is trained."""
+    if arguments.dry_run or arguments.preview is not None:
+        return 0
+    from engine.train.rank import World, serve_rank
+
+    return serve_rank(World.from_environment())
 
 
 def _stop_before_the_first_step(number: int, frame: object) -> None:
@@ -53,11 +65,18 @@ def _refuse_unbuilt(arguments: argparse.Namespace) -> None:
         raise ConfigError("--role", value=arguments.role, limit="not built yet", remedy="start without --role")
     if arguments.join:
         raise ConfigError("--join", value=arguments.join, limit="not built yet", remedy="start without --join")
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise ConfigError("--nproc-per-node", value=ranks, limit="not built yet", remedy="use --nproc-per-node 1")
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if hosts > 1:
+        raise ConfigError("--nnodes", value=hosts, limit="not built yet", remedy="use --nnodes 1")
     if arguments.preview is not None and arguments.preview < 1:
         raise ConfigError("--preview", value=arguments.preview, limit="is below 1", remedy="ask for one at least")
+
+
+def _refuse_missing_ranks(config: Config) -> None:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if config.train.ranks > size:
+        raise ConfigError("train.ranks", value=config.train.ranks, limit=f"torchrun started {size}",
+                          remedy=f"start with --nproc-per-node {config.train.ranks}, or lower train.ranks")
 
 
 def _dry_run(config: Config) -> int:
@@ -90,9 +109,10 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
             run_preview(config, tasks, scorer, arguments.preview)
         else:
             from engine.host import run_host
+            from engine.train.rank import World
             from evals.held_out import evaluate
 
-            run_host(config, arguments.config.stem, tasks, scorer, evaluate)
+            run_host(config, arguments.config.stem, tasks, scorer, evaluate, World.from_environment())
         return 0
     except FarfieldError:
         raise

@@ -222,9 +222,7 @@ class Config(Section, frozen=True, kw_only=True):
 NOT_BUILT: dict[str, tuple[object, ...]] = {
     "run.resume": ("never",),
     "model.path": ("not petri",),
-    "model.reference": ("",),
     "model.chat_template": ("",),
-    "model.lm_head_dtype": ("auto",),
     "generate.tensor_parallel": (1,),
     "generate.data_parallel": (1,),
     "generate.kv_cache_dtype": ("auto",),
@@ -240,9 +238,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "schedule.in_flight": ("recompute",),
     "schedule.refill": (False,),
     "train.param_dtype": ("float32",),
-    "train.fsdp": (False,),
-    "train.ranks": (0,),
-    "train.activation_checkpointing": (False,),
     "train.offload": ("none",),
     "train.shared_prompt": (False,),
     "train.lora": ({},),
@@ -430,6 +425,9 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError("train.warmup_steps", value=config.train.warmup_steps,
                           limit=f"is more than run.steps = {config.run.steps}", remedy="lower it")
     _refuse_breaker(config.algorithm.breaker)
+    if (config.algorithm.kl.get("to") == "reference") != bool(config.model.reference):
+        raise ConfigError("model.reference", value=config.model.reference,
+                          limit="goes with algorithm.kl = { to = 'reference', ... }", remedy="set both or neither")
     labels = [task.label for task in config.tasks]
     for index, label in enumerate(labels):
         if label in _RESERVED_LABELS:

@@ -33,6 +33,8 @@ from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
 from engine.timeslice import TimeSlice
 from engine.train.model import end_token_ids, materialise
+from engine.train.pack import Packing
+from engine.train.rank import Learner, World
 from engine.train.thread import TrainingThread
 from engine.train.trainer import TorchTrainer
 from engine.types import Version
@@ -52,17 +54,24 @@ class Evaluation(Protocol):
         ...
 
 
-def run_host(config: Config, config_name: str, tasks: TaskSource, scorer: Scorer, evaluate: Evaluation) -> None:
+def run_host(config: Config, config_name: str, tasks: TaskSource, scorer: Scorer, evaluate: Evaluation,
+             world: World) -> None:
     """A whole training run on this host, from an empty folder to the last checkpoint. Call on the main thread."""
     folder = create_run_folder(config, config_name)
     terminal = open_terminal(config.observe.terminal, steps=config.run.steps, title=folder.name)
+    learner = None
     try:
         terminal.note(f"run folder: {folder}")
+        if world.size > 1:
+            learner = Learner(world, config.train.ranks or world.size, config.run.stage_timeout_s)
         model_folder = materialise(config.model.path)
         chat = Chat(model_folder, config.generate.max_model_len - config.generate.max_new_tokens)
         generator = build_generator(config, model_folder, folder, terminal)
-        clock.run(Host(config, folder, model_folder, generator, chat, tasks, scorer, terminal, evaluate).serve())
+        host = Host(config, folder, model_folder, generator, chat, tasks, scorer, terminal, evaluate, learner)
+        clock.run(host.serve())
     finally:
+        if learner is not None:
+            learner.close()
         terminal.close()
 
 
@@ -136,7 +145,8 @@ class Host:
     """The parts of a running host, built on its event loop."""
 
     def __init__(self, config: Config, folder: Path, model_folder: Path, generator: Generator, chat: Chat,
-                 tasks: TaskSource, scorer: Scorer, terminal: Terminal, evaluate: Evaluation) -> None:
+                 tasks: TaskSource, scorer: Scorer, terminal: Terminal, evaluate: Evaluation,
+                 learner: Learner | None = None) -> None:
         self._config = config
         self._folder = folder
         self._model_folder = model_folder
@@ -146,38 +156,55 @@ class Host:
         self._terminal = terminal
         self._evaluate_version = evaluate
         self._chat = chat
+        self._learner = learner
         self._saved_step = 0
 
     async def serve(self) -> None:
-        """Build the trainer, train, and close everything in reverse order, whatever happens."""
+        """A whole run: open what was brought, train, and close everything in reverse order, whatever happens."""
         async with AsyncExitStack() as closing:
             closing.push_async_callback(self._generator.close)
             closing.push_async_callback(self._scorer.close)
             await self._generator.open()
-            thread = TrainingThread()
+            await self.train()
+
+    async def train(self) -> None:
+        """Build the trainer and train, with a generator that is open and stays open, while someone watches it and the
+        other ranks. An engine that has served another run gets this one's first version before anything is generated.
+        """
+        async with AsyncExitStack() as closing, asyncio.TaskGroup() as group:
+            watching = [group.create_task(self._generator.watch())]
+            if self._learner is not None:
+                watching.append(group.create_task(self._learner.watch()))
+            self._thread = TrainingThread()
             self._terminal.status("loading the trainer")
-            self._trainer = await thread.call(TorchTrainer, self._config, self._model_folder)
-            self._thread = thread
+            self._trainer = await self._thread.call(self._build_trainer)
             self._recorder = self._open_recorder()
             closing.callback(self._recorder.close)
-            run = self._assemble(self._route(self._trainer, thread))
+            run = self._assemble(self._route(self._trainer, self._thread))
             self._answer_signals(run)
             self._stop = run.stop
-            steps = await self._train(run)
+            if self._generator.served_version:
+                await run.route.publish(0)
+            steps = await self._run_steps(run)
             if run.stop.is_set() and steps > self._saved_step:
                 await self._save(steps)
             self._terminal.note(f"{'stopped after' if run.stop.is_set() else 'done:'} {steps} steps in {self._folder}")
+            for task in watching:
+                task.cancel()
 
-    async def _train(self, run: Run) -> int:
-        """From the first evaluation to the last step, while someone watches the generator; the steps made."""
-        async with asyncio.TaskGroup() as group:
-            watching = group.create_task(self._generator.watch())
-            if self._config.evals.every:
-                await self._evaluate(0)
-            self._recorder.start()
-            steps = 0 if run.stop.is_set() else await run_stages(run)
-            watching.cancel()
-        return steps
+    async def _run_steps(self, run: Run) -> int:
+        """From the first evaluation to the last step; the steps made."""
+        if self._config.evals.every:
+            await self._evaluate(0)
+        self._recorder.start()
+        return 0 if run.stop.is_set() else await run_stages(run)
+
+    def _build_trainer(self) -> TorchTrainer:
+        reference = self._config.model.reference
+        reference_folder = materialise(reference) if reference else None
+        if self._learner is not None:
+            return self._learner.trainer(self._config, self._model_folder, reference_folder)
+        return TorchTrainer(self._config, self._model_folder, reference_folder=reference_folder)
 
     def _route(self, trainer: TorchTrainer, thread: TrainingThread) -> WeightRoute:
         if isinstance(self._generator, FakeGenerator | ReplayGenerator):
@@ -187,7 +214,7 @@ class Host:
 
         assert isinstance(self._generator, VllmGenerator)
         wire_dtype = getattr(torch, self._config.engine_dtype)
-        return LocalRoute(self._generator, trainer.model, wire_dtype, thread.call)
+        return LocalRoute(self._generator, trainer, wire_dtype, thread.call)
 
     def _open_recorder(self) -> Recorder:
         observe = self._config.observe
@@ -215,6 +242,14 @@ class Host:
             thread=self._thread,
             route=route,
             slice=TimeSlice(self._generator, config.run.stage_timeout_s),
+            packing=Packing(
+                estimator=config.algorithm.advantage,
+                aggregation=config.algorithm.aggregation,
+                micro_batch_tokens=config.train.micro_batch_tokens,
+                max_new_tokens=config.generate.max_new_tokens,
+                temperature=config.generate.temperature,
+                ranks=self._trainer.ranks,
+            ),
             recorder=self._recorder,
             after_step=self._after_step,
         )

@@ -17,7 +17,7 @@ its steps the other stages are cancelled. A stage that fails, or returns, ends t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +33,9 @@ from engine.protocols import Scorer, Trainer, WeightRoute
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
 from engine.timeslice import TimeSlice
-from engine.train.pack import build_batch
+from engine.train.pack import Packing, build_batch
 from engine.train.thread import TrainingThread
-from engine.types import Batch, Group, Lease, Rollout, Sampling, Task, Verdict
+from engine.types import Group, Lease, Rollout, Sampling, Task, Verdict
 
 
 @dataclass(kw_only=True)
@@ -51,6 +51,7 @@ class Run:
     thread: TrainingThread
     route: WeightRoute
     slice: TimeSlice
+    packing: Packing
     recorder: Recorder
     after_step: Callable[[int, Timings], Awaitable[None]]
     stop: asyncio.Event = field(default_factory=asyncio.Event)
@@ -135,8 +136,8 @@ async def train(run: Run) -> int:
             return step - 1
         async with run.slice.training():
             generator_busy_s = run.driver.busy_s()
-            batch, fates = _batch(run, groups)
             version_before = run.trainer.version
+            batch, fates = build_batch(groups, run.packing, version=version_before)
             with timings.measure("train"):
                 result = await within(limit_s, "the training step", run.thread.call(run.trainer.step, batch))
             if not result.skipped:
@@ -194,16 +195,6 @@ async def _judged(scorer: Scorer, task: Task, rollout: Rollout) -> Rollout:
     score = await scorer.score(task, rollout)
     parts = score.parts | ({"timed_out": 1.0} if score.timed_out else {})
     return replace(rollout, reward=score.reward, extracted=score.extracted, reward_parts=parts)
-
-
-def _batch(run: Run, groups: Sequence[Group]) -> tuple[Batch, list[Group]]:
-    config = run.config
-    return build_batch(
-        groups,
-        estimator=config.algorithm.advantage,
-        micro_batch_tokens=config.train.micro_batch_tokens,
-        temperature=config.generate.temperature,
-    )
 
 
 async def _endless(stage: Coroutine[Any, Any, None]) -> None:

@@ -127,6 +127,14 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         """Sampled tokens."""
         return int(self.trainable.sum())
 
+    def token_versions(self) -> Int32:
+        """int32[T]: the version that each token came from; the first span's for what stands before it."""
+        if not self.version_spans:
+            return np.zeros(len(self.token_ids), np.int32)
+        starts = np.asarray([start for start, _ in self.version_spans])
+        spans = np.searchsorted(starts, np.arange(len(self.token_ids)), side="right") - 1
+        return np.asarray([version for _, version in self.version_spans], np.int32)[spans.clip(min=0)]
+
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """All rollouts of one lease. Shape is kept: a failed member stays, marked by a null reward."""
@@ -156,8 +164,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Whole sequences packed end to end, no padding.
 
-    token_ids, position_ids int32[N]; cu_seqlens int32[S+1], sequence starts and the end; trainable bool[N];
-    logprobs float32[N] (behaviour) and advantages float32[N], both at the position of the token that they judge.
+    token_ids, position_ids int32[N]; cu_seqlens int32[S+1], sequence starts and the end; trainable bool[N]. At the
+    position of the token that they judge: logprobs float32[N] (behaviour); advantages float32[N]; weights float32[N],
+    the token's share of the whole step's loss; staleness int32[N], version before the step minus the token's own.
     """
 
     token_ids: Int32
@@ -166,10 +175,13 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     trainable: Bool
     logprobs: Float32
     advantages: Float32
+    weights: Float32
+    staleness: Int32
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step: micro-batches by rank, and the global count that normalises the loss."""
+    """One optimizer step: micro-batches by rank, as many for each rank, and the count of trainable tokens in all. What
+    normalises the loss is in the micro-batches' weights, so neither the cut nor the ranks change the gradient."""
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     num_tokens: int

@@ -8,7 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from engine.algorithms.advantage import Estimator
 from engine.config import Config
+from engine.train.pack import Aggregation, Packing
 from engine.types import Group, Lease, Message, Outcome, Rollout, Sampling, StopReason, Task
 
 
@@ -89,3 +91,13 @@ def rollout(
 def group(*rollouts: Rollout, order: int = 0, outcome: Outcome = "completed", admitted_version: int = 0) -> Group:
     made_by = lease(order, group_size=len(rollouts), served_version=admitted_version)
     return Group(lease=made_by, rollouts=rollouts, admitted_version=admitted_version, outcome=outcome)
+
+
+def packing(
+    *, estimator: Estimator = "leave_one_out", aggregation: Aggregation = "token_mean", micro_batch_tokens: int = 1000,
+    temperature: float = 1.0, ranks: int = 1, max_new_tokens: int = 10,
+) -> Packing:
+    return Packing(
+        estimator=estimator, aggregation=aggregation, micro_batch_tokens=micro_batch_tokens, temperature=temperature,
+        ranks=ranks, max_new_tokens=max_new_tokens,
+    )

@@ -138,9 +138,19 @@ def test_a_wrong_argument_is_refused(arguments: list[str], parts: list[str]) -> 
     assert_refused(launch("--config", "configs/smoke.toml", *arguments), 2, *parts)
 
 
-def test_more_than_one_rank_is_refused() -> None:
-    done = launch("--config", "configs/smoke.toml", environment={"WORLD_SIZE": "2"})
-    assert_refused(done, 2, "--nproc-per-node = 2", "not built yet")
+def test_several_hosts_are_refused() -> None:
+    done = launch("--config", "configs/smoke.toml", environment={"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"})
+    assert_refused(done, 2, "--nnodes = 2", "not built yet")
+
+
+def test_more_trainer_ranks_than_torchrun_started_are_refused() -> None:
+    done = launch("--config", "configs/smoke.toml", "train.ranks=3", environment={"WORLD_SIZE": "2"})
+    assert_refused(done, 2, "train.ranks = 3", "torchrun started 2", "--nproc-per-node 3")
+
+
+def test_ranks_above_0_leave_the_word_to_rank_0() -> None:
+    done = launch("--config", "configs/smoke.toml", "--dry-run", environment={"WORLD_SIZE": "2", "RANK": "1"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config", "configs/smoke.toml", "--dry-runs"], ["--preview", "two"]])

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hand_made import config, lease, task
+from hand_made import config, lease, packing, task
 
 from engine import clock, loop
 from engine.admission import Admission
@@ -163,6 +163,7 @@ class Parts:
             thread=self.thread,
             route=self.route,
             slice=TimeSlice(self.generator, 60.0),
+            packing=packing(micro_batch_tokens=4096, temperature=settings.generate.temperature),
             recorder=Recorder(
                 self.folder, SilentTerminal(), envs=["sums"], samples=1, tensorboard=False, micro_batch_tokens=4096
             ),

@@ -85,6 +85,8 @@ def round_trip(struct: Any, form: str) -> Any:
             trainable=np.array([True, False, True]),
             logprobs=np.array([-1, 0, -2], dtype=np.float32),
             advantages=np.array([0.5, 0, -0.5], dtype=np.float32),
+            weights=np.array([0.5, 0, 0.5], dtype=np.float32),
+            staleness=np.array([1, 1, 0], dtype=np.int32),
         ),
     ],
     ids=lambda struct: type(struct).__name__,

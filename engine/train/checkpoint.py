@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -14,18 +15,21 @@ _FROM_SOURCE = ("tokenizer*", "special_tokens_map.json", "chat_template*", "voca
                 "generation_config.json")
 
 
-def save_checkpoint(model: PreTrainedModel, folder: Path, dtype: torch.dtype, source_folder: Path) -> None:
+def save_checkpoint(
+    model: PreTrainedModel, parameters: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: torch.dtype,
+    source_folder: Path,
+) -> None:
     """Write `folder` so that `transformers` and vLLM load it as it is.
 
-    Tied parameters are written once. Tokenizer files come from `source_folder` unchanged.
+    `parameters` are the model's, by name and whole; tied ones come once. Tokenizer files come from `source_folder`
+    unchanged.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    tensors = dict(model.named_parameters()) | {
-        name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()
-    }
-    plain = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in tensors.items()}
+    stored = model.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    plain = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in (*parameters, *buffers)}
     save_file(plain, aside / "model.safetensors", metadata={"format": "pt"})
     config = model.config.__class__.from_dict(model.config.to_dict())
     config.dtype = dtype

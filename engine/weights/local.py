@@ -28,7 +28,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
     WeightTransferUpdatePayload,
     WeightTransferUpdateRequest,
-    materialize_full_tensor,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
@@ -41,22 +40,30 @@ from engine.vllm_plugin import SHARED_MEMORY_BACKEND, calling_the_engine, regist
 register_weight_transfer()
 
 
+class TrainedPolicy(Protocol):
+    """A trainer, as far as its weights are concerned."""
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
 class MasterWeights(WeightSource):
     """The trainer's parameters in the dtype that the engine holds; one manifest says what iteration yields."""
 
-    def __init__(self, model: torch.nn.Module, wire_dtype: torch.dtype) -> None:
-        self._model = model
+    def __init__(self, policy: TrainedPolicy, wire_dtype: torch.dtype) -> None:
+        self._policy = policy
         self._wire_dtype = wire_dtype
         self.digest = ""
         """SHA-256 of names and bytes, in manifest order, of the last complete iteration."""
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(name, self._wire_dtype, tuple(p.shape)) for name, p in self._model.named_parameters()]
+        return [ParamMeta(name, self._wire_dtype, tuple(p.shape)) for name, p in self._policy.model.named_parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         running = hashlib.sha256()
-        for name, parameter in self._model.named_parameters():
-            tensor = materialize_full_tensor(parameter.detach()).to(self._wire_dtype)
+        for name, parameter in self._policy.full_parameters():
+            tensor = parameter.to(self._wire_dtype)
             running.update(name.encode())
             running.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
             yield name, tensor
@@ -236,11 +243,11 @@ class LoopClient:
 class LocalRoute:
     """`protocols.WeightRoute` to this host's engine."""
 
-    def __init__(self, generator: UpdatableGenerator, model: torch.nn.Module, wire_dtype: torch.dtype,
+    def __init__(self, generator: UpdatableGenerator, policy: TrainedPolicy, wire_dtype: torch.dtype,
                  in_thread: InThread) -> None:
         self._generator = generator
         self._in_thread = in_thread
-        self._source = MasterWeights(model, wire_dtype)
+        self._source = MasterWeights(policy, wire_dtype)
         self._client = LoopClient(generator.llm, asyncio.get_running_loop())
         self._sender: TrainerWeightTransferEngine[Any] | None = None
 

@@ -47,6 +47,8 @@ def batch(vocabulary: int = 40_000) -> Batch:
         trainable=np.tile(np.arange(length) >= PROMPT_TOKENS, ROLLOUTS),
         logprobs=np.full(total, -9.0, np.float32),
         advantages=np.repeat(random.normal(size=ROLLOUTS), length).astype(np.float32),
+        weights=np.full(total, 1 / (ROLLOUTS * NEW_TOKENS), np.float32),
+        staleness=np.zeros(total, np.int32),
     )
     return Batch(micro_batches=((micro_batch,),), num_tokens=ROLLOUTS * NEW_TOKENS, temperature=1.0)
 

@@ -89,7 +89,7 @@ async def measure(generator: Any, config: Any, folder: Path) -> None:
     await generator.open()
     trainer = TorchTrainer(config, folder)
     engine = TimedEngine(generator.llm)
-    route = LocalRoute(Served(engine), trainer.model, getattr(torch, config.engine_dtype), TrainingThread().call)
+    route = LocalRoute(Served(engine), trainer, getattr(torch, config.engine_dtype), TrainingThread().call)
     await generator.interrupt()
     updates, publishes, own = [], [], []
     for number in range(ROUNDS):

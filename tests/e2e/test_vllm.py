@@ -24,6 +24,8 @@ def _micro_batch(request: SegmentRequest, segment: Segment) -> MicroBatch:
         trainable=np.arange(prompt + made) >= prompt,
         logprobs=np.concatenate([np.zeros(prompt, np.float32), segment.logprobs]),
         advantages=np.ones(prompt + made, np.float32),
+        weights=np.ones(prompt + made, np.float32),
+        staleness=np.zeros(prompt + made, np.int32),
     )
 
 

@@ -36,6 +36,8 @@ def _batch(seed: int) -> Batch:
         trainable=np.tile(np.arange(length) >= 10, 8),
         logprobs=np.full(8 * length, -5.5, np.float32),
         advantages=np.repeat(random.normal(size=8), length).astype(np.float32),
+        weights=np.full(8 * length, 1 / 160, np.float32),
+        staleness=np.zeros(8 * length, np.int32),
     )
     return Batch(micro_batches=((micro_batch,),), num_tokens=160, temperature=1.0)
 
@@ -64,7 +66,7 @@ def _route(engine, trainer):
     """Imported late: vLLM must be imported inside the engine's environment."""
     from engine.weights.local import LocalRoute
 
-    return LocalRoute(engine.generator, trainer.model, torch.float32, TrainingThread().call)
+    return LocalRoute(engine.generator, trainer, torch.float32, TrainingThread().call)
 
 
 async def _restore(engine):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hand_made import group, rollout
+from hand_made import group, packing, rollout
 
 from engine.clock import run_virtual
 from engine.observe.metrics import KEYS, Row, read_groups
@@ -72,7 +72,7 @@ def consumed() -> list[Group]:
 def write(to: Recorder, clock: Clock, *, step: int = 1, groups: list[Group] | None = None, **result: Any) -> None:
     """A step that took 10 seconds: waited 2, trained 4, and so on."""
     batch, fates = build_batch(
-        consumed() if groups is None else groups, estimator="leave_one_out", micro_batch_tokens=4, temperature=1.0
+        consumed() if groups is None else groups, packing(micro_batch_tokens=4), version=0
     )
     timings = Timings()
     for name, seconds in (("wait_rollouts", 2.0), ("train", 4.0), ("publish", 1.0), ("switch", 0.5)):
@@ -181,7 +181,7 @@ def test_a_sample_without_any_reward_is_shown_too() -> None:
 
 def test_a_generator_that_was_busy_all_the_time_is_busy_once(tmp_path: Path, clock: Clock) -> None:
     book = recorder(tmp_path)
-    batch, fates = build_batch(consumed(), estimator="centered", micro_batch_tokens=8, temperature=1.0)
+    batch, fates = build_batch(consumed(), packing(estimator="centered", micro_batch_tokens=8), version=0)
     clock.now_s += 1.0
     book.step(1, 4, 5, fates, batch, StepResult(), Timings(), 1.5)
     book.close()

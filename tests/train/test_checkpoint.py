@@ -39,6 +39,10 @@ def trained(source: Path) -> PreTrainedModel:
     return model
 
 
+def write(model: PreTrainedModel, folder: Path, dtype: torch.dtype, source: Path) -> None:
+    save_checkpoint(model, model.named_parameters(), folder, dtype, source)
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     with safe_open(folder / "model.safetensors", "pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -50,7 +54,7 @@ def names(folder: Path) -> set[str]:
 
 def test_a_saved_model_has_the_trained_models_logits(source: Path, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-000001"
-    save_checkpoint(trained(source), folder, torch.float32, source)
+    write(trained(source), folder, torch.float32, source)
     expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     before = expected(PROMPT).logits
     train_a_little(expected)
@@ -60,7 +64,7 @@ def test_a_saved_model_has_the_trained_models_logits(source: Path, tmp_path: Pat
 
 
 def test_tied_weights_are_written_once_and_stay_tied(source: Path, tmp_path: Path) -> None:
-    save_checkpoint(trained(source), tmp_path / "saved", torch.float32, source)
+    write(trained(source), tmp_path / "saved", torch.float32, source)
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     is_tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight
@@ -69,7 +73,7 @@ def test_tied_weights_are_written_once_and_stay_tied(source: Path, tmp_path: Pat
 
 def test_tensors_and_config_are_the_sources_apart_from_values(source: Path, tmp_path: Path) -> None:
     """Same names, shapes, settings; nothing of the trainer's own attention."""
-    save_checkpoint(trained(source), tmp_path / "saved", torch.float32, source)
+    write(trained(source), tmp_path / "saved", torch.float32, source)
     shapes, expected = (
         {name: tensor.shape for name, tensor in tensors(folder).items()} for folder in (tmp_path / "saved", source)
     )
@@ -81,7 +85,7 @@ def test_tensors_and_config_are_the_sources_apart_from_values(source: Path, tmp_
 def test_bfloat16_is_rounded_from_the_masters_which_stay(tiny_folder: Path, tmp_path: Path) -> None:
     model = trained(tiny_folder)
     masters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    save_checkpoint(model, tmp_path / "saved", torch.bfloat16, tiny_folder)
+    write(model, tmp_path / "saved", torch.bfloat16, tiny_folder)
     saved = tensors(tmp_path / "saved")
     assert saved.keys() == masters.keys()
     assert all(torch.equal(saved[name], master.bfloat16()) for name, master in masters.items())
@@ -90,7 +94,7 @@ def test_bfloat16_is_rounded_from_the_masters_which_stay(tiny_folder: Path, tmp_
 
 
 def test_tokenizer_files_come_along(tiny_folder: Path, tmp_path: Path) -> None:
-    save_checkpoint(trained(tiny_folder), tmp_path / "saved", torch.float32, tiny_folder)
+    write(trained(tiny_folder), tmp_path / "saved", torch.float32, tiny_folder)
     assert names(tmp_path / "saved") == names(tiny_folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "saved" / name).read_bytes() == (tiny_folder / name).read_bytes()
@@ -114,13 +118,13 @@ def test_a_crash_leaves_no_folder_of_the_final_name(
     with monkeypatch.context() as broken:
         broken.setattr(checkpoint, failing, full)
         with pytest.raises(OSError, match="No space left"):
-            save_checkpoint(model, folder, torch.float32, tiny_folder)
+            write(model, folder, torch.float32, tiny_folder)
     assert not folder.exists()
     assert not list(folder.parent.glob("step*"))
 
     left_over = folder.with_name(".step-000001.partial") / "left_over"
     left_over.touch()
-    save_checkpoint(model, folder, torch.float32, tiny_folder)
+    write(model, folder, torch.float32, tiny_folder)
     assert names(folder) == names(tiny_folder)
     assert names(folder.parent) == {folder.name}
 
@@ -131,6 +135,6 @@ def test_everything_is_on_disk_before_the_name_appears(
     folder = tmp_path / "saved"
     synced: list[tuple[str, bool]] = []
     monkeypatch.setattr(checkpoint, "sync", lambda path: synced.append((path.name, folder.exists())))
-    save_checkpoint(trained(tiny_folder), folder, torch.float32, tiny_folder)
+    write(trained(tiny_folder), folder, torch.float32, tiny_folder)
     assert {name for name, appeared in synced if not appeared} == names(folder) | {".saved.partial"}
     assert synced[-1] == (tmp_path.name, True)

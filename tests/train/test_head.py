@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import linear
 
 from engine.train.head import CHUNK_TOKENS, chunks, token_logprobs
 
@@ -22,7 +23,7 @@ def inputs(scale: float = 0.25) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_and_entropy_are_log_softmaxs(temperature: float) -> None:
     hidden, weight, targets = inputs()
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature)
+    logprobs, entropy = token_logprobs(linear(hidden, weight), targets, temperature)
     expected = torch.log_softmax(hidden.double() @ weight.double().T / temperature, -1)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected[range(TOKENS), targets], rtol=0, atol=1e-5)
@@ -33,7 +34,7 @@ def test_logprobs_and_entropy_are_log_softmaxs(temperature: float) -> None:
 def test_the_gradient_is_log_softmaxs_and_entropy_has_none(temperature: float) -> None:
     hidden, weight, targets = inputs()
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    logprobs, entropy = token_logprobs(*leaves, targets, temperature)
+    logprobs, entropy = token_logprobs(linear(*leaves), targets, temperature)
     logprobs.sum().backward()
     doubles = hidden.double().requires_grad_(), weight.double().requires_grad_()
     torch.log_softmax(doubles[0] @ doubles[1].T / temperature, -1)[range(TOKENS), targets].sum().backward()
@@ -46,7 +47,7 @@ def test_the_gradient_is_log_softmaxs_and_entropy_has_none(temperature: float) -
 
 def test_large_logits_stay_finite() -> None:
     hidden, weight, targets = inputs(scale=1000.0)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, 0.6)
+    logprobs, entropy = token_logprobs(linear(hidden, weight), targets, 0.6)
     assert logprobs.isfinite().all()
     assert entropy.isfinite().all()
 
@@ -54,9 +55,9 @@ def test_large_logits_stay_finite() -> None:
 @pytest.mark.parametrize("size", [1, 7, 39])
 def test_chunking_changes_nothing(size: int) -> None:
     hidden, weight, targets = inputs(scale=0.1)
-    whole = token_logprobs(hidden, weight, targets, 0.6)
+    whole = token_logprobs(linear(hidden, weight), targets, 0.6)
     parts = [slice(start, start + size) for start in range(0, TOKENS, size)]
-    pieces = [token_logprobs(hidden[part], weight, targets[part], 0.6) for part in parts]
+    pieces = [token_logprobs(linear(hidden[part], weight), targets[part], 0.6) for part in parts]
     for value, piece in zip(whole, zip(*pieces, strict=True), strict=True):
         torch.testing.assert_close(torch.cat(piece), value, rtol=0, atol=1e-6)
 

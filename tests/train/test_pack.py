@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hand_made import group, rollout
+from hand_made import group, packing, rollout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ from engine.types import Batch, Group, MicroBatch
 
 
 def build(groups: Sequence[Group], micro_batch_tokens: int = 100) -> tuple[Batch, list[Group]]:
-    return build_batch(groups, estimator="leave_one_out", micro_batch_tokens=micro_batch_tokens, temperature=0.6)
+    return build_batch(groups, packing(micro_batch_tokens=micro_batch_tokens, temperature=0.6), version=0)
 
 
 def sequences(batch: Batch) -> list[tuple[MicroBatch, slice]]:

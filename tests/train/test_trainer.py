@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hand_made import config, group, rollout
+from hand_made import config, group, packing, rollout
 from transformers import AutoModelForCausalLM
 
 from engine.algorithms.loss import MismatchSums
@@ -52,18 +52,14 @@ def groups(temperature: float = 1.0, *, members: int = 7, sampled: int = 8) -> l
 
 
 def batch_of(groups: Sequence[Group], *, micro_batch_tokens: int = 1000, temperature: float = 1.0) -> Batch:
-    batch, _ = build_batch(
-        groups, estimator="leave_one_out", micro_batch_tokens=micro_batch_tokens, temperature=temperature
-    )
+    batch, _ = build_batch(groups, packing(micro_batch_tokens=micro_batch_tokens, temperature=temperature), version=0)
     return batch
 
 
 def gradient(of: TorchTrainer, batch: Batch) -> tuple[Gradient, MismatchSums]:
     """What `step` would clip and apply."""
     of.model.zero_grad()
-    sums = MismatchSums()
-    for micro in batch.micro_batches[0]:
-        of.accumulate(micro, batch, sums)
+    sums = of.backward(batch.micro_batches[0], batch.temperature)
     grads = {name: parameter.grad for name, parameter in of.model.named_parameters()}
     return grads, sums  # pyright: ignore[reportReturnType]
 
