@@ -58,7 +58,7 @@ KEYS: tuple[Key, ...] = (
     Key("grad_norm", "1", "global gradient norm before clipping"),
     Key("lr", "1", "learning rate of this step"),
     Key("entropy", "nats", "mean entropy of the policy at trained tokens"),
-    Key("kl/ref", "nats", "policy to reference, per trained token; null without `model.reference`"),
+    Key("kl/ref", "nats", "policy to reference, per trained token"),
     Key("staleness/mean", "versions", "version before the step minus the oldest token's, over trained groups"),
     Key("staleness/max", "versions", "the largest of them"),
     Key("mismatch/k1", "nats", "behaviour to policy KL, estimator k1"),
