@@ -77,7 +77,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
 
     # Before the heavy imports: what is wrong with tasks or scorers is said at once.
     tasks = TaskSource(config.tasks, config.run.seed)
-    scorer = ScoringPool(config.tasks, config.reward)
+    scorer = ScoringPool(config.tasks, config.reward, config.generate.max_new_tokens)
     if arguments.dry_run:
         return _dry_run(config)
     try:
