@@ -99,7 +99,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
     if resolve(config.algorithm).ratio == "none" and config.algorithm.preset != "ce":
         print("warning: algorithm.ratio = 'none' is the uncorrected baseline of studies", file=sys.stderr)
     tasks = TaskSource(config.tasks, config.run.seed)
-    scorer = ScoringPool(config.tasks, config.reward)
+    scorer = ScoringPool(config.tasks, config.reward, config.generate.max_new_tokens)
     if arguments.dry_run:
         return _dry_run(config)
     try:

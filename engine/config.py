@@ -69,6 +69,12 @@ class TaskSection(Section, frozen=True, kw_only=True):
         """The env's name in metrics."""
         return self.name or self.env
 
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Scorer -> weight, from `params.score`: a table, or one name with weight 1."""
+        score = self.params.get("score", "exact")
+        return score if isinstance(score, dict) else {str(score): 1.0}
+
 
 class RewardSection(Section, frozen=True, kw_only=True):
     timeout_s: PositiveFloat = 5.0

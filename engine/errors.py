@@ -52,4 +52,4 @@ class StalledError(FarfieldError):
 
 
 class ScoringError(FarfieldError):
-    """A reward function raised. That is a bug in it, not a verdict on the rollout."""
+    """A reward function raised, or a judge cannot be used. That is not a verdict on the rollout."""

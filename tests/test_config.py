@@ -193,6 +193,20 @@ def test_the_engine_takes_the_models_dtype_unless_it_has_its_own(base: Path) -> 
     assert load(base, ["generate.dtype=float32"]).engine_dtype == "float32"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "scores"),
+    [
+        ([], {"exact": 1.0}),
+        (["tasks.0.params.score=math"], {"math": 1.0}),
+        (["tasks.0.params.score={ exact = 1, 'my:score' = -0.5 }"], {"exact": 1, "my:score": -0.5}),
+        (["tasks.0.params.score={}"], {}),
+        (["tasks.0.params.score=5"], {"5": 1.0}),
+    ],
+)
+def test_a_scorer_or_a_table_of_weights(base: Path, overrides: list[str], scores: dict[str, float]) -> None:
+    assert load(base, overrides).tasks[0].scores == scores
+
+
 def unbuilt_value(key: str) -> str:
     """A TOML value of `key` that the schema allows and that NOT_BUILT does not list as working."""
     section, name = key.split(".")

@@ -8,13 +8,32 @@ from typing import Literal
 
 Kind = Literal["last_number", "boxed", "tag", "exact"]
 
-# A sign is one only where no operand stands before it: "10-5" ends in 5. En dashes are typed for minus signs.
+# A sign is one only where no operand stands before it: "10-5" ends in 5. After "= " it may stand apart.
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]])[-+\u2212\u2013\uff0d])?[$€£]?"
+    r"(?P<sign>(?<![\w)\]])[-+]|(?<==) ?-\s)?[$€£]?"
     r"(?P<digits>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
-    r"(?P<exponent>[eE][-+]?\d{1,3}(?!\w|\.\d))?(?P<below>/\d+)?",
+    r"(?P<exponent>[eE][-+]?\d{1,3}(?!\w|\.\d))?(?P<below> ?/ ?\d+)?",
     re.ASCII,
 )
+# Full-width forms, and the dashes that are typed for minus signs.
+_ASCII = {0xFF10 + digit: ord("0") + digit for digit in range(10)} | str.maketrans(
+    "\uff0c\uff0e\uff05\uff04\uff0f\uff0d\ufe63\u2212\u2013\u2012\u2011\u2010", ",.%$/-------"
+)
+# What LaTeX writes differently, none of it with a meaning of its own; thin and no-break spaces between thousands.
+_REWRITTEN = tuple(
+    (re.compile(pattern, re.ASCII), replacement)
+    for pattern, replacement in (
+        (r"(?<=\d)(?:[\u00a0\u2009\u202f]|\\,|\{,\})(?=\d{3}(?!\d))", ","),
+        (r"(?<=\d) ?(?:\\times|\\cdot|\u00d7) ?10 ?\^ ?(?:\{(-?\d{1,3})\}|(-?\d{1,3})(?!\d))", r"e\1\2"),
+        (r"(?<=\d)\\[dt]?frac(?=\{)", r" \\frac"),
+        (r"\\[dt]?frac ?\{ ?(-?\d+) ?\} ?\{ ?(\d+) ?\}", r"\1/\2"),
+        (r"\\(?:text|textbf|mathbf|mathrm) ?\{([^{}]*)\}", r" \1 "),
+        (r"\^\{?\\circ\}?", "°"),
+        (r"\\[()\[\],;!]", " "),
+        (r"\\(?=[$%])", ""),
+    )
+)
+_AROUND = "*_`$ \t\r\n"
 _BOXED = re.compile(r"(?P<boxed>\\boxed\s*\{)|\\[{}]|[{}]")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 # Decimal's own work is linear, but nobody means more digits than this.
@@ -53,7 +72,13 @@ def same_answer(extracted: str, gold: str) -> bool:
         given = _value(extracted, units=True)
         if given is not None:
             return given == wanted
-    return extracted.split() == gold.split()
+    return _plain(extracted).split() == _plain(gold).split()
+
+
+def same_number(extracted: str, gold: str) -> bool | None:
+    """Whether both are the same number; None unless each is a number and nothing else."""
+    given, wanted = _value(extracted), _value(gold)
+    return None if given is None or wanted is None else given == wanted
 
 
 def _after_thinking(text: str) -> str:
@@ -64,18 +89,29 @@ def _after_thinking(text: str) -> str:
 
 def _last_number(text: str) -> str | None:
     last = None
-    for last in _NUMBER.finditer(text):  # noqa: B007
+    for last in _NUMBER.finditer(_plain(text)):  # noqa: B007
         pass
     return last and _written(last)
 
 
+def _plain(text: str) -> str:
+    """The same with ASCII digits and signs, and numbers written as one types them."""
+    text = text.translate(_ASCII)
+    for pattern, replacement in _REWRITTEN:
+        text = pattern.sub(replacement, text)
+    return text
+
+
 def _written(number: re.Match[str]) -> str:
     sign = "-" if (number["sign"] or "+") != "+" else ""
-    return sign + number["digits"].replace(",", "") + (number["exponent"] or "") + (number["below"] or "")
+    below = (number["below"] or "").replace(" ", "")
+    return sign + number["digits"].replace(",", "") + (number["exponent"] or "") + below
 
 
 def _value(text: str, units: bool = False) -> Decimal | None:
-    stripped = text.strip()
+    stripped = _plain(text).strip(_AROUND)
+    if stripped.startswith("- "):
+        stripped = "-" + stripped[1:].lstrip()
     number = _NUMBER.match(stripped)
     if number is None or number["below"] or len(number["digits"]) > _MAX_DIGITS:
         return None

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import msgspec
 
 from engine.config import RewardSection, TaskSection
-from engine.errors import ScoringError
+from engine.errors import ConfigError, ScoringError
 from engine.protocols import Score
-from engine.reward.scoring import HEADER_BYTES, Failure, Job, Judgement, Reply, Started, frame, require_scorer
+from engine.reward import judge
+from engine.reward.scoring import HEADER_BYTES, Failure, Job, Judgement, Reply, Started, frame, require_scorers
 from engine.types import Rollout, StopReason, Task
 
 # Imports before a scorer's time begins to run. Far above what reasoning_gym takes on a busy machine.
@@ -32,15 +33,21 @@ class ScoringPool:
     A scorer past `reward.timeout_s` is killed: `timed_out`. One that takes its process with it (a segfault, more than
     `reward.memory_mib`) gives a null reward with the part `worker_died`.
 
+    One that gives no verdict (a judge without a number) gives a null reward with the part `unjudged`.
+
     Raises:
-        ConfigError: a section's params.score names no scorer.
+        ConfigError: a section's params.score or params.judge is wrong.
     """
 
-    def __init__(self, sections: Sequence[TaskSection], reward: RewardSection) -> None:
+    def __init__(self, sections: Sequence[TaskSection], reward: RewardSection, max_new_tokens: int) -> None:
         for index, section in enumerate(sections):
-            require_scorer(_scorer(section), f"tasks.{index}.params.score")
+            require_scorers(section.scores, f"tasks.{index}.params.score")
+        self._judges = {
+            section.label: _judge(section, f"tasks.{index}.params.judge") for index, section in enumerate(sections)
+        }
         self._sections = {section.label: section for section in sections}
         self._reward = reward
+        self._max_new_tokens = max_new_tokens
         self._workers = [_Worker(reward.memory_mib) for _ in range(reward.workers)]
         # Last in, first out: a started worker is used before another is started.
         self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
@@ -49,7 +56,16 @@ class ScoringPool:
 
     async def score(self, task: Task, rollout: Rollout) -> Score:
         section = self._sections[task.env]
-        job = Job(scorer=_scorer(section), kind=section.answer, completion=rollout.text, answer=task.answer)
+        job = Job(
+            weights=section.scores,
+            kind=section.answer,
+            question=task.messages[-1].content,
+            completion=rollout.text,
+            answer=task.answer,
+            num_tokens=rollout.length,
+            max_new_tokens=self._max_new_tokens,
+            judge=self._judges[task.env],
+        )
         worker = await self._idle.get()
         try:
             reply = await worker.judge(job, self._reward.timeout_s)
@@ -62,7 +78,7 @@ class ScoringPool:
         if isinstance(reply, Failure):
             raise ScoringError(
                 f"the scorer of task {task.task_id} raised:\n{reply.traceback.rstrip()}",
-                remedy="mend the reward function at the place that its traceback names",
+                remedy=reply.remedy,
             )
         return truncated(Score(reply.reward, reply.extracted, reply.parts), rollout.stop_reason, self._reward.truncated)
 
@@ -72,14 +88,20 @@ class ScoringPool:
 
 
 def truncated(score: Score, stop_reason: StopReason, policy: str) -> Score:
-    """What `reward.truncated` makes of a completion that was cut off: nothing (keep), 0 (zero), no reward (mask)."""
-    if stop_reason != "length" or policy == "keep":
+    """What `reward.truncated` makes of a completion that was cut off: nothing (keep), 0 (zero), no reward (mask).
+
+    A null reward stays null.
+    """
+    if score.reward is None or stop_reason != "length" or policy == "keep":
         return score
     return msgspec.structs.replace(score, reward=0.0 if policy == "zero" else None)
 
 
-def _scorer(section: TaskSection) -> str:
-    return section.params.get("score", "exact")
+def _judge(section: TaskSection, path: str) -> judge.Settings | None:
+    given = section.params.get("judge")
+    if ("judge" in section.scores) == (given is None):
+        raise ConfigError(path, value=given, limit="goes with the scorer 'judge'", remedy="set both or neither")
+    return None if given is None else judge.settings(given, path)
 
 
 class _Worker:
@@ -122,7 +144,7 @@ class _Worker:
             return await _reply(process, _LOAD_LIMIT_S)
         except (EOFError, ConnectionError, TimeoutError) as error:
             raise ScoringError(
-                f"a scoring worker ended, or took {_LOAD_LIMIT_S:.0f} s, before the scorer {job.scorer!r} was loaded",
+                f"a scoring worker ended, or took {_LOAD_LIMIT_S:.0f} s, before {', '.join(job.weights)} was loaded",
                 remedy=f"see its output; reward.memory_mib = {self._memory_mib} may be too little for its imports",
             ) from error
 

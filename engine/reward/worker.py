@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from engine.errors import ScoringError
 from engine.reward.scoring import HEADER_BYTES, Failure, Job, Reply, Started, frame, prepare
 
 _PR_SET_PDEATHSIG = 1
@@ -46,6 +47,8 @@ def _score(job: Job, replies: BinaryIO) -> Reply:
     except MemoryError:
         # Half of what the scorer built may still be about: a fresh process is cheaper than finding out.
         os._exit(1)
+    except ScoringError as error:
+        return Failure(error.args[0], error.remedy)
     except Exception:
         return Failure(traceback.format_exc())
 

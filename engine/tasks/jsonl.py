@@ -24,15 +24,16 @@ class _Line(msgspec.Struct, frozen=True):
 class JsonLines:
     """The lines of `params.path`, reshuffled each epoch by the entry's seed. All are checked up front.
 
-    Answers are {"answer": text}; for a scorer of the user's own, {"answer": whatever the line holds}.
+    Answers are {"answer": text}; unless a scorer compares it, {"answer": whatever the line holds}.
     """
 
     def __init__(self, section: TaskSection, path: str) -> None:
         for key, value in section.params.items():
-            if key not in ("path", "score"):
+            if key not in ("path", "score", "judge"):
                 raise ConfigError(
-                    f"{path}.params.{key}", value=value, limit="is no key of jsonl", remedy="it takes path and score"
-                )
+                    f"{path}.params.{key}", value=value, limit="is no key of jsonl",
+                    remedy="it takes path, score and judge",
+                )  # fmt: skip
         self._seed = section.seed
         self._questions = _read(Path(section.params["path"]).expanduser(), section)
         self._epoch = -1
@@ -84,7 +85,7 @@ def _question(raw: bytes, place: str, section: TaskSection) -> Question:
 
 
 def _gold(answer: Any, place: str, section: TaskSection) -> Any:
-    if ":" in str(section.params.get("score")):
+    if not section.scores.keys() & {"exact", "math", "letters"}:
         return answer
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         raise DataError(f"{place}: answer {answer!r} is neither text nor a number", remedy="write the right answer")

@@ -49,7 +49,7 @@ class ReasoningGym:
     """
 
     def __init__(self, section: TaskSection, path: str) -> None:
-        params = {key: value for key, value in section.params.items() if key not in ("family", "score")}
+        params = {key: value for key, value in section.params.items() if key not in ("family", "score", "judge")}
         self._family = section.params.get("family", section.name)
         self._params = params
         self._package = import_reasoning_gym()

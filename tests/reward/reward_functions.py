@@ -13,7 +13,8 @@ Answer = dict[str, Any]
 
 
 def length_share(completion: str, answer: Answer) -> float:
-    return len(completion) / answer["answer"]["longest"]
+    wanted = answer["answer"]
+    return len(completion) / (wanted["longest"] if isinstance(wanted, dict) else len(wanted))
 
 
 def sleeps(completion: str, answer: Answer) -> float:
@@ -29,6 +30,16 @@ def spins(completion: str, answer: Answer) -> float:
         pass
 
 
+def towers(completion: str, answer: Answer) -> float:
+    """5^(5^(5^(5^5))): one call that never returns to Python, and eats memory."""
+    base = len(completion) + 1
+    return float(base ** (base ** (base ** (base**base))) > 0)
+
+
+def eats_2_gib(completion: str, answer: Answer) -> float:
+    return 1.0 if completion == "fine" else float(len(bytearray(b"x") * 2**31))
+
+
 def segfaults(completion: str, answer: Answer) -> float:
     return 1.0 if completion == "fine" else float(ctypes.string_at(0)[0])
 
@@ -42,7 +53,7 @@ def eats_memory(completion: str, answer: Answer) -> float:
 
 
 def leaves(completion: str, answer: Answer) -> float:
-    sys.exit(0)
+    return 1.0 if completion == "fine" else sys.exit(0)
 
 
 def raises(completion: str, answer: Answer) -> float:

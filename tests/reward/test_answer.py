@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.reward.answer import Kind, extract, same_answer
+from engine.reward.answer import Kind, extract, same_answer, same_number
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,32 @@ from engine.reward.answer import Kind, extract, same_answer
         ("a third, 1/3.", "1/3"),
         ("007", "007"),
         ("\u0663 or 4", "4"),
+        ("It costs $1,000!", "1000"),
+        ("about 50 %.", "50"),
+        ("so 1e3", "1e3"),
+        ("= 6.02 \u00d7 10^23.", "6.02e23"),
+        (r"$1.5 \times 10^{-3}$", "1.5e-3"),
+        (r"\( 42 \)", "42"),
+        (r"\[ -42 \]", "-42"),
+        (r"\boxed{42\text{ cm}}", "42"),
+        (r"\text{42}", "42"),
+        (r"$1{,}234.5$", "1234.5"),
+        (r"$12\,345$", "12345"),
+        (r"2\,\text{cm} by 7\,\text{cm}", "7"),
+        ("1\u202f234\u00a0567", "1234567"),
+        ("1\u2009234,5", "5"),
+        ("rooms 12\u00a034", "34"),
+        ("rooms 12\u00a03456", "3456"),
+        ("one of 1 234", "234"),
+        ("\uff0d\uff11\uff0c\uff12\uff13\uff14\uff0e\uff15", "-1234.5"),
+        ("5\u00b2", "5"),
+        (r"\frac{1}{2}", "1/2"),
+        (r"$-\dfrac{ 3 }{4}$.", "-3/4"),
+        (r"2\frac{1}{2}", "1/2"),
+        ("it is 1 / 2", "1/2"),
+        ("x = - 5", "-5"),
+        ("x =- 5", "-5"),
+        ("Of these:\n- 5 apples", "5"),
         ("none", None),
         ("", None),
         ("...", None),
@@ -140,6 +166,27 @@ def test_thinking_is_not_the_answer(kind: Kind) -> None:
         ("12:30", "12:30"),
         ("0 1\n1 0", "0 1 1 0"),
         ("9" * 2000, "9" * 2000),
+        ("**42**", "42"),
+        ("**42.**", "42"),
+        ("`42`", "42"),
+        (r"\( 42 \)", "42"),
+        (r"\[42\]", "42"),
+        ("$42$", "42"),
+        (r"42\text{ cm}", "42"),
+        (r"\text{42}", "42"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"\$1{,}000", "1000"),
+        (r"50\%", "50"),
+        ("50 %", "50%"),
+        ("- 3", "-3"),
+        ("1\u202f234", "1,234"),
+        ("1e3", "1000"),
+        (r"1.5 \times 10^{3}", "1500"),
+        ("\uff14\uff12", "42"),
+        (r"\frac{1}{2}", "1/2"),
+        ("\u22121/2", "-1/2"),
+        (r"\text{Paris}", "Paris"),
     ],
 )
 def test_the_same(extracted: str, gold: str) -> None:
@@ -167,10 +214,33 @@ def test_the_same(extracted: str, gold: str) -> None:
         ("100000000000000000000000000000000000001", "100000000000000000000000000000000000000"),
         ("0.30000000000000004", "0.3"),
         ("Paris", "paris"),
+        ("50%", "0.5"),
+        ("42**2", "42"),
+        (r"2\frac{1}{2}", "2"),
+        (r"\frac{1}{2}", "-1/2"),
+        ("1 234", "1234"),
+        ("5\u00b2", "5"),
     ],
 )
 def test_not_the_same(extracted: str, gold: str) -> None:
     assert not same_answer(extracted, gold)
+
+
+@pytest.mark.parametrize(
+    ("extracted", "gold", "same"),
+    [
+        ("1,234.50", "1234.5", True),
+        (r"$-3$", "-3.0", True),
+        ("5", "6", False),
+        ("0.1000001", "0.1", False),
+        ("3 apples", "3", None),
+        ("3 x", "3", None),
+        ("1/2", "0.5", None),
+        ("3", "x", None),
+    ],
+)
+def test_the_same_number_and_nothing_else(extracted: str, gold: str, same: bool | None) -> None:
+    assert same_number(extracted, gold) is same
 
 
 HOSTILE: list[Callable[[int], str]] = [
@@ -192,6 +262,14 @@ HOSTILE: list[Callable[[int], str]] = [
     lambda n: "</think>" * n,
     lambda n: "1" + " " * n + "!",
     lambda n: "1 " + "," * n + "1",
+    lambda n: "\\text{" * n,
+    lambda n: "\\text {" + "}" * n,
+    lambda n: "\\frac{1}{" * n,
+    lambda n: "\\frac{" + "1" * n,
+    lambda n: "1\u00a0234" * n,
+    lambda n: "1 \\times 10^{" * n,
+    lambda n: "= - " * n,
+    lambda n: "-" + " " * n + "1",
 ]
 
 

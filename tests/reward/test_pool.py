@@ -23,6 +23,7 @@ from engine.types import Message, Rollout, StopReason, Task
 
 # Enough for the worker's own imports; little enough to be filled in no time.
 MEMORY_MIB = 256
+MAX_NEW_TOKENS = 4
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +37,12 @@ def task(label: str = "t", answer: Any = "12") -> Task:
     )
 
 
-def rollout(text: str, stop_reason: StopReason = "stop") -> Rollout:
+def rollout(text: str, stop_reason: StopReason = "stop", num_tokens: int = 1) -> Rollout:
+    """One prompt token, then `num_tokens` sampled ones."""
     return Rollout(
-        token_ids=np.zeros(1, np.int32),
-        trainable=np.ones(1, np.bool_),
-        logprobs=np.zeros(1, np.float32),
+        token_ids=np.zeros(num_tokens + 1, np.int32),
+        trainable=np.arange(num_tokens + 1) > 0,
+        logprobs=np.zeros(num_tokens + 1, np.float32),
         version_spans=((0, 0),),
         stop_reason=stop_reason,
         env="t",
@@ -56,7 +58,7 @@ async def pool_of(scorer: str, **reward: Any) -> AsyncIterator[Callable[[str], C
     """A pool of one worker and one entry: completion -> score."""
     section = TaskSection(env="jsonl", name="t", params={"score": scorer})
     settings = {"timeout_s": 5.0, "memory_mib": MEMORY_MIB} | reward
-    pool = ScoringPool([section], RewardSection(**settings))
+    pool = ScoringPool([section], RewardSection(**settings), MAX_NEW_TOKENS)
     try:
         yield lambda text: pool.score(task(), rollout(text))
     finally:
@@ -101,7 +103,7 @@ def test_entries_are_scored_as_they_say(loop_factory: Callable[[], asyncio.Abstr
     ]
 
     async def main() -> list[Score]:
-        pool = ScoringPool(sections, RewardSection(workers=2))
+        pool = ScoringPool(sections, RewardSection(workers=2), MAX_NEW_TOKENS)
         text = rollout("It is 12. <answer>13</answer>")
         try:
             return await asyncio.gather(*(pool.score(task(label), text) for label in ("number", "tagged", "dense")))
@@ -124,7 +126,7 @@ def test_reasoning_gym_is_scored_by_its_own_rule() -> None:
 
     async def main() -> list[Score]:
         # The package takes longer to import than the scorer may take: that is not on the scorer's time.
-        pool = ScoringPool([section], RewardSection(timeout_s=0.4))
+        pool = ScoringPool([section], RewardSection(timeout_s=0.4), MAX_NEW_TOKENS)
         try:
             return [await pool.score(primes, rollout(text)) for text in ("2 \u00d7 3", "3 \u00d7 2", "6", "zzz")]
         finally:
@@ -135,18 +137,6 @@ def test_reasoning_gym_is_scored_by_its_own_rule() -> None:
 
 def test_a_worker_imports_nothing_heavy() -> None:
     assert [score.reward for score in scores("has_heavy_imports", "")] == [0.0]
-
-
-@pytest.mark.parametrize(("scorer", "completion"), [("spins", ""), ("sleeps", "60")])
-def test_a_hanging_scorer_is_killed_and_marked(scorer: str, completion: str) -> None:
-    start = time.monotonic()
-    assert scores(scorer, completion, timeout_s=0.3) == [Score(None, timed_out=True)]
-    assert time.monotonic() - start < 5
-
-
-def test_after_a_timeout_scoring_goes_on() -> None:
-    rewards = [score.reward for score in scores("spins", "fine", "", "fine", timeout_s=0.3)]
-    assert rewards == [1.0, None, 1.0]
 
 
 def test_the_time_limit_runs_from_the_scorers_start_not_while_queued() -> None:
@@ -167,16 +157,6 @@ def test_a_loop_that_was_held_up_kills_nobody() -> None:
             return await scoring
 
     assert asyncio.run(main()).reward == 1.0
-
-
-@pytest.mark.parametrize("scorer", ["segfaults", "eats_memory", "leaves"])
-def test_a_worker_that_dies_is_marked_and_replaced(scorer: str) -> None:
-    dead = Score(None, parts={"worker_died": 1.0})
-    if scorer == "leaves":
-        assert scores(scorer, "", "") == [dead, dead]
-    else:
-        fine = Score(1.0, None, {scorer: 1.0})
-        assert scores(scorer, "fine", "", "fine") == [fine, dead, fine]
 
 
 def test_a_worker_that_died_while_idle_is_replaced() -> None:
@@ -230,19 +210,63 @@ def children_named(name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("scorer", "completion"), [("sleeps", "0.6"), ("eats_memory", "slowly")])
-def test_the_loop_goes_on(scorer: str, completion: str) -> None:
-    async def main() -> int:
-        async with pool_of(f"reward_functions:{scorer}") as score:
-            scoring = asyncio.create_task(score(completion))
+TIMED_OUT = Score(None, timed_out=True)
+DIED = Score(None, parts={"worker_died": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("scorer", "completion", "expected", "harmless"),
+    [
+        ("reward_functions:sleeps", "2", Score(1.0, "2", {"reward_functions:sleeps": 1.0}), "0"),
+        ("reward_functions:sleeps", "60", TIMED_OUT, "0"),
+        ("reward_functions:spins", "", TIMED_OUT, "fine"),
+        ("reward_functions:towers", "four", TIMED_OUT, ""),
+        ("reward_functions:segfaults", "", DIED, "fine"),
+        ("reward_functions:leaves", "", DIED, "fine"),
+        ("reward_functions:eats_memory", "slowly", DIED, "fine"),
+        ("reward_functions:eats_2_gib", "", DIED, "fine"),
+        ("math", "5^{5^{5^{5^5}}}", TIMED_OUT, r"\sqrt{12}"),
+    ],
+)
+def test_whatever_a_scorer_does_the_loop_goes_on_and_so_does_scoring(
+    scorer: str, completion: str, expected: Score, harmless: str
+) -> None:
+    async def main() -> tuple[int, Score, Score]:
+        section = TaskSection(env="jsonl", name="t", params={"score": scorer}, answer="exact")
+        reward = RewardSection(timeout_s=2.0 if expected is TIMED_OUT else 20.0, memory_mib=MEMORY_MIB)
+        pool = ScoringPool([section], reward, MAX_NEW_TOKENS)
+        root = task(answer=r"2\sqrt{3}")
+        try:
+            scoring = asyncio.create_task(pool.score(root, rollout(completion)))
             beats = 0
             while not scoring.done():
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0.001)
                 beats += 1
-            await scoring
-            return beats
+            return beats, await scoring, await pool.score(root, rollout(harmless))
+        finally:
+            await pool.close()
 
-    assert asyncio.run(main()) > 10
+    beats, score, after = asyncio.run(main())
+    # A loop that waits for the scorer makes one.
+    assert beats > 10
+    assert score == expected
+    assert after.reward == 1.0
+
+
+def test_parts_are_weighted() -> None:
+    weights = {"exact": 1.0, "length": 0.5, "overlong": 2, "reward_functions:length_share": -0.1}
+
+    async def main() -> Score:
+        section = TaskSection(env="jsonl", name="t", params={"score": weights})
+        pool = ScoringPool([section], RewardSection(), MAX_NEW_TOKENS)
+        try:
+            return await pool.score(task(), rollout("is 12", num_tokens=3))
+        finally:
+            await pool.close()
+
+    # 3 of 4 tokens are below 80 % of the limit; 5 characters against the 2 of "12".
+    parts = {"exact": 1.0, "length": -0.75, "overlong": 0.0, "reward_functions:length_share": 2.5}
+    assert asyncio.run(main()) == Score(pytest.approx(1 - 0.375 - 0.25), "12", parts)
 
 
 def test_workers_score_at_once() -> None:
@@ -326,7 +350,7 @@ asyncio.run(main())
 def test_an_unknown_scorer_is_refused_at_once() -> None:
     section = TaskSection(env="jsonl", name="t", params={"score": "exakt"})
     with pytest.raises(ConfigError, match=r"tasks\.0\.params\.score = 'exakt'.*\n.*did you mean exact"):
-        ScoringPool([section], RewardSection())
+        ScoringPool([section], RewardSection(), MAX_NEW_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -342,12 +366,15 @@ def test_an_unknown_scorer_is_refused_at_once() -> None:
 )
 def test_truncation(policy: str, stop_reason: StopReason, reward: float | None) -> None:
     assert truncated(Score(0.7, "7", {"exact": 0.7}), stop_reason, policy) == Score(reward, "7", {"exact": 0.7})
+    unjudged = Score(None, "7", {"unjudged": 1.0})
+    assert truncated(unjudged, stop_reason, policy) == unjudged
 
 
 @pytest.mark.parametrize(("policy", "reward"), [("keep", 1.0), ("zero", 0.0), ("mask", None)])
 def test_the_pool_applies_the_truncation_policy(policy: str, reward: float | None) -> None:
     async def main() -> Score:
-        pool = ScoringPool([TaskSection(env="jsonl", name="t")], RewardSection(truncated=policy))  # type: ignore[arg-type]
+        reward = RewardSection(truncated=policy)  # type: ignore[arg-type]
+        pool = ScoringPool([TaskSection(env="jsonl", name="t")], reward, MAX_NEW_TOKENS)
         try:
             return await pool.score(task(), rollout("12", "length"))
         finally:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from engine.errors import ConfigError
-from engine.reward.scoring import Failure, Job, Judgement, Reply, Started, frame, prepare, require_scorer
+from engine.reward.scoring import Failure, Job, Judgement, Reply, Started, frame, prepare, require_scorers
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +15,10 @@ def _rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def judge(scorer: str, completion: str, answer: dict[str, Any], **settings: Any) -> Judgement:
-    job = Job(scorer=scorer, kind=settings.get("kind", "last_number"), completion=completion, answer=answer)
-    return prepare(job)()
+def judge(scorer: str | dict[str, float], completion: str, answer: dict[str, Any], **settings: Any) -> Judgement:
+    weights = {scorer: 1.0} if isinstance(scorer, str) else scorer
+    given = {"kind": "last_number", "question": "?", "num_tokens": 5, "max_new_tokens": 20} | settings
+    return prepare(Job(weights=weights, completion=completion, answer=answer, **given))()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,46 @@ def test_letters(completion: str, share: float) -> None:
 
 def test_a_function_of_the_users_own() -> None:
     judgement = judge("reward_functions:length_share", "2 or 3", {"answer": {"longest": 12}})
-    assert judgement == Judgement(0.5, "3", {"length_share": 0.5})
+    assert judgement == Judgement(0.5, "3", {"reward_functions:length_share": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("completion", "kind", "reward"),
+    [
+        (r"\boxed{\frac{2}{4}}", "boxed", 1.0),
+        (r"<think>\boxed{\frac{2}{4}}</think>\boxed{\frac{2}{3}}", "boxed", 0.0),
+        ("It is 2/4.", "last_number", 1.0),
+        (r"<answer>\(0.5\)</answer>", "tag", 1.0),
+        ("none", "last_number", 0.0),
+    ],
+)
+def test_math(completion: str, kind: str, reward: float) -> None:
+    judgement = judge("math", completion, {"answer": r"\frac{1}{2}"}, kind=kind)
+    assert (judgement.reward, judgement.parts) == (reward, {"math": reward})
+
+
+@pytest.mark.parametrize(("num_tokens", "value"), [(0, 0.0), (5, -0.25), (20, -1.0)])
+def test_length(num_tokens: int, value: float) -> None:
+    assert judge("length", "", {"answer": ""}, num_tokens=num_tokens).reward == value
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "value"), [(0, 0.0), (16384, 0.0), (16385, -1 / 4096), (18432, -0.5), (20480, -1.0), (30000, -1.0)]
+)
+def test_overlong(num_tokens: int, value: float) -> None:
+    """DAPO's own setting: L_max 20,480, L_cache 4,096; ((L_max - L_cache) - length) / L_cache in between."""
+    judgement = judge("overlong", "", {"answer": ""}, num_tokens=num_tokens, max_new_tokens=20480)
+    assert judgement.reward == pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
+    weights = {"exact": 2.0, "length": 0.2, "reward_functions:length_share": -0.5}
+    judgement = judge(weights, "It is 12", {"answer": "12"}, num_tokens=10)
+    assert judgement == Judgement(
+        pytest.approx(2 * 1 + 0.2 * -0.5 - 0.5 * 4),
+        "12",
+        {"exact": 1.0, "length": -0.5, "reward_functions:length_share": 4.0},
+    )
 
 
 def test_a_reward_must_be_finite() -> None:
@@ -63,28 +103,42 @@ def test_a_reward_must_be_finite() -> None:
         judge("reward_functions:is_no_number", "", {"answer": ""})
 
 
-@pytest.mark.parametrize("name", ["exact", "letters", "reward_functions:length_share"])
+@pytest.mark.parametrize(
+    "name", ["exact", "math", "letters", "length", "overlong", "judge", "reward_functions:length_share"]
+)
 def test_scorers_that_exist(name: str) -> None:
-    require_scorer(name, "tasks.0.params.score")
+    require_scorers({name: -1}, "tasks.0.params.score")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("exakt", "did you mean exact"),
-        ("length", "module:function of your own"),
+        ("brevity", "module:function of your own"),
+        ("overlength", "did you mean overlong"),
         (":score", "is no scorer"),
         ("reward_functions:", "is no scorer"),
         (".reward_functions:score", "is no scorer"),
-        (5, "tasks.0.params.score = 5: is no scorer"),
+        ("5", "tasks.0.params.score = '5': is no scorer"),
         ("no_such_module:score", "No module named 'no_such_module'"),
         ("reward_functions:length_shares", "has no attribute 'length_shares'"),
         ("reward_functions:not_a_function", "is no scorer"),
     ],
 )
-def test_scorers_that_do_not_exist_are_refused(name: object, message: str) -> None:
+def test_scorers_that_do_not_exist_are_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        require_scorer(name, "tasks.0.params.score")
+        require_scorers({"exact": 1.0, name: 1.0}, "tasks.0.params.score")
+
+
+@pytest.mark.parametrize("weight", ["1", True, None, float("nan"), float("inf"), [1.0]])
+def test_weights_that_are_none_are_refused(weight: object) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.0\.params\.score\.length = .*: is no weight"):
+        require_scorers({"exact": 1.0, "length": weight}, "tasks.0.params.score")
+
+
+def test_an_empty_table_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.0\.params\.score = {}: names no scorer"):
+        require_scorers({}, "tasks.0.params.score")
 
 
 @pytest.mark.parametrize("reply", [Started(), Judgement(0.5, None, {"exact": 0.5}), Failure("KeyError: 'x'")])

@@ -44,10 +44,22 @@ def test_answers_are_text(tmp_path: Path, answer: object, gold: str) -> None:
     assert load(tmp_path, line([user()], answer)).train(0).answer == {"answer": gold}
 
 
-def test_a_scorer_of_the_users_own_gets_the_answer_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("score", ["my_rewards:passes", {"my_rewards:passes": 1.0, "length": 0.1}, "judge"])
+def test_a_scorer_that_does_not_compare_it_gets_the_answer_as_it_is(tmp_path: Path, score: object) -> None:
     answer = {"tests": ["f(1) == 2"]}
-    environment = load(tmp_path, line([user()], answer), score="my_rewards:passes")
+    environment = load(tmp_path, line([user()], answer), score=score)
     assert environment.train(0).answer == {"answer": answer}
+
+
+@pytest.mark.parametrize("score", ["math", {"my_rewards:passes": 1.0, "exact": 1.0}])
+def test_one_that_compares_it_gets_text(tmp_path: Path, score: object) -> None:
+    assert load(tmp_path, line([user()], 5), score=score).train(0).answer == {"answer": "5"}
+    with pytest.raises(DataError, match="is neither text nor a number"):
+        load(tmp_path, line([user()], {"tests": []}), score=score)
+
+
+def test_the_judge_may_be_set_up() -> None:
+    JsonLines(TaskSection(env="jsonl", params={"path": "configs/smoke_tasks.jsonl", "judge": {}}), "tasks.0")
 
 
 @pytest.mark.parametrize(

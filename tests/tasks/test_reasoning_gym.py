@@ -71,6 +71,11 @@ def test_the_list_goes_on_past_the_packages_datasets() -> None:
     assert gym("list_functions").train(1_000_000).text
 
 
+def test_what_is_said_about_scoring_is_no_param_of_the_family() -> None:
+    said = {"score": {"exact": 1.0, "judge": 0.5}, "judge": {"url": "http://h/v1", "model": "m"}}
+    assert gym("chain_sum", **said).train(0) == gym("chain_sum").train(0)
+
+
 def test_what_the_own_scorer_needs_travels_as_plain_data() -> None:
     answer = gym("graph_color", min_num_vertices=4, max_num_vertices=4).train(0).answer
     assert answer.keys() == {"answer", "family", "params", "entry"}
