@@ -406,10 +406,6 @@ def _refuse_unbuilt(config: Config) -> None:
         elif value not in built:
             works = " or ".join(repr(choice) for choice in built)
             raise ConfigError(key, value=value, limit="not built yet", remedy=f"what works today: {works}")
-    for index, task in enumerate(config.tasks):
-        if task.env not in ("reasoning_gym", "jsonl"):
-            raise ConfigError(f"tasks.{index}.env", value=task.env, limit="not built yet",
-                              remedy="what works today: 'reasoning_gym' or 'jsonl'")
 
 
 def _refuse_contradictions(config: Config) -> None:

@@ -101,7 +101,6 @@ def test_overrides_are_toml_values_or_bare_text(base: Path) -> None:
         ("generate.replay_from=runs/a", "generate.replay_from", "not with 'vllm'", "set both or neither"),
         ("evals.every=5", "evals.every", "no task holds questions out", "set tasks.0.held_out"),
         ("train.warmup_steps=31", "train.warmup_steps", "run.steps = 30", "lower it"),
-        ("tasks.0.env=hub", "tasks.0.env", "not built yet", "'reasoning_gym' or 'jsonl'"),
         ("tasks.0.env=jsonl", "tasks.0.params.path", "is required", "one {messages, answer} object per line"),
     ],
 )

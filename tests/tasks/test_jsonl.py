@@ -50,13 +50,19 @@ def test_a_scorer_of_the_users_own_gets_the_answer_as_it_is(tmp_path: Path) -> N
     assert environment.train(0).answer == {"answer": answer}
 
 
+@pytest.mark.parametrize("score", ["my_rewards:passes", "judge"])
+def test_a_scorer_that_compares_nothing_needs_no_answer(tmp_path: Path, score: str) -> None:
+    environment = load(tmp_path, json.dumps({"messages": [user()]}), score=score)
+    assert environment.train(0).answer == {"answer": None}
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ('{"messages": [', "truncated"),
         ("not json", "malformed"),
         ("[1, 2]", "Expected `object`, got `array`"),
-        ('{"messages": [{"role": "user", "content": "?"}]}', "missing required field `answer`"),
+        ('{"messages": [{"role": "user", "content": "?"}]}', "answer None is neither text nor a number"),
         ('{"answer": "5"}', "missing required field `messages`"),
         (line("2 + 3?"), "Expected `array`, got `str`"),
         (line([{"role": "user"}]), "missing required field `content`"),
