@@ -49,6 +49,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
     """Of exported checkpoints, and of the engine unless `generate.dtype` says otherwise."""
     reference: str = ""
     chat_template: str = ""
+    """A .jinja file; empty: the tokenizer's own template."""
     lm_head_dtype: Literal["auto", "float32"] = "auto"
 
 
@@ -222,7 +223,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "run.resume": ("never",),
     "model.path": ("not petri",),
     "model.reference": ("",),
-    "model.chat_template": ("",),
     "model.lm_head_dtype": ("auto",),
     "generate.tensor_parallel": (1,),
     "generate.data_parallel": (1,),
@@ -456,6 +456,10 @@ def _require_files(config: Config) -> None:
                 f"model.path = {path!r}: no model folder there (looked for {folder / 'config.json'})",
                 remedy=f"name a Hugging Face folder, a hub id such as org/model, or one of {', '.join(MODEL_ALIASES)}",
             )
+    template = config.model.chat_template
+    if template and not Path(template).expanduser().is_file():
+        raise MissingError(f"model.chat_template = {template!r}: no such file",
+                           remedy="name a .jinja file, or leave it empty for the tokenizer's own template")
     for index, task in enumerate(config.tasks):
         if task.env != "jsonl":
             continue

@@ -12,7 +12,7 @@ from engine.host import build_generator
 from engine.loop import judge
 from engine.observe.terminal import open_terminal, printable
 from engine.protocols import Scorer
-from engine.rollout.chat import Chat
+from engine.rollout.chat import Chat, open_chat
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
 from engine.train.model import materialise
@@ -32,7 +32,7 @@ def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -
 
     async def preview() -> list[Group]:
         generate = config.generate
-        chat = Chat(folder, generate.max_model_len - generate.max_new_tokens)
+        chat = open_chat(config, folder)
         driver = Driver(generator, chat, run_seed=config.run.seed, worker="preview", engine_build="")
         sampling = Sampling(
             temperature=generate.temperature, max_new_tokens=generate.max_new_tokens, stop=generate.stop

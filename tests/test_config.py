@@ -157,6 +157,7 @@ def test_what_the_environment_lacks_is_another_error(base: Path, tmp_path: Path)
     for overrides, message in (
         (["model.path=/no/such/model"], r"model\.path = '/no/such/model'.*\n  -> .*smollm2-135m-instruct"),
         (["tasks.0.env=jsonl", "tasks.0.params.path=/no/tasks.jsonl"], r"tasks\.0\.params\.path = '/no/tasks\.jsonl'"),
+        (["model.chat_template=/no/x.jinja"], r"model\.chat_template = '/no/x\.jinja': no such file\n  -> .*\.jinja"),
         (["generate.backend=replay", f"generate.replay_from={tmp_path}"], r"holds no rollouts folder\n  -> .*NAME"),
     ):
         with pytest.raises(MissingError, match=message) as missing:
