@@ -67,9 +67,16 @@ async def evaluate(
     *, generator: Generator, chat: Chat, tasks: TaskSource, scorer: Scorer, config: Config, folder: Path,
     terminal: Terminal,
 ) -> dict[str, Value]:
-    """Evaluate the served version on every held-out question; see `engine.host.Evaluation`."""
+    """Evaluate the served version on every held-out question; see `engine.host.Evaluation`.
+
+    Raises:
+        DataError: a question's prompt is too long. Said before the first wave, and so before training: without that
+            question another thing would be measured.
+    """
     driver = Driver(generator, chat, run_seed=_SEED, worker="evals", engine_build="")
     questions = tasks.held_out(config.evals.limit)
+    for question in questions:
+        chat.encode(question)
     sampling = Sampling(
         temperature=config.evals.temperature,
         max_new_tokens=config.generate.max_new_tokens,

@@ -9,6 +9,7 @@ import pytest
 from hand_made import config, task
 
 from engine import clock
+from engine.errors import DataError
 from engine.generate.fake import FakeGenerator
 from engine.observe.terminal import SilentTerminal
 from engine.protocols import Score
@@ -80,6 +81,18 @@ def test_every_question_is_answered_greedily_and_by_sampling(tmp_path):
     assert result["greedy"]["mean"] == pytest.approx(np.mean([each[0] for each in rewards]))
     assert result["sampled"]["mean"] == pytest.approx(np.mean([each[1:] for each in rewards]))
     assert result["pass_at_8"]["mean"] == pytest.approx(np.mean([max(each[1:]) for each in rewards]))
+
+
+def test_a_question_that_is_too_long_is_refused_before_the_first_wave(tmp_path, monkeypatch):
+    def encode(self, task):
+        if task.index == 39:
+            raise DataError("task sums/39: its prompt has 21 tokens, 20 fit")
+        return np.asarray([1, 2, task.index], np.int32)
+
+    monkeypatch.setattr(_Chat, "encode", encode)
+    monkeypatch.setattr(FakeGenerator, "wave", None)
+    with pytest.raises(DataError, match="sums/39"):
+        _evaluate(tmp_path, "one")
 
 
 def test_every_version_meets_the_same_randomness(tmp_path):
