@@ -9,6 +9,7 @@ the step is then at most S + ceil((W - 1) / P) above the version served at admis
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 
 from engine.types import Group
 
@@ -46,6 +47,16 @@ class Admission:
             self._open.add(number)
             return number
 
+    async def next_wave(self, generated: Collection[int]) -> int:
+        """Wait until all of the numbers `generated` are scored or dropped, and more groups are to be: how many.
+
+        Whatever has been admitted or dropped unseen by then: the replacements of those that were dropped, or the
+        whole of the next step.
+        """
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._open.isdisjoint(generated) and self._to_generate())
+            return self._to_generate()
+
     async def complete(self, group: Group) -> None:
         """The group is scored and may be selected once the window reaches it."""
         async with self._changed:
@@ -77,6 +88,10 @@ class Admission:
             self._free += self._consumed
             self._consumed = 0
             self._changed.notify_all()
+
+    def _to_generate(self) -> int:
+        """Groups admitted and not completed, and those that can be admitted now."""
+        return len(self._open) + min(self._free, self._left_to_admit)
 
     def _selectable(self) -> int | None:
         oldest = min(min(self._open, default=self._next), min(self._completed, default=self._next))

@@ -50,6 +50,7 @@ class ModelSection(Section, frozen=True, kw_only=True):
     """Of exported checkpoints, and of the engine unless `generate.dtype` says otherwise."""
     reference: str = ""
     chat_template: str = ""
+    """A .jinja file; empty: the tokenizer's own template."""
     lm_head_dtype: Literal["auto", "float32"] = "auto"
 
 
@@ -228,7 +229,6 @@ class Config(Section, frozen=True, kw_only=True):
 NOT_BUILT: dict[str, tuple[object, ...]] = {
     "run.resume": ("never",),
     "model.path": ("not petri",),
-    "model.chat_template": ("",),
     "generate.tensor_parallel": (1,),
     "generate.data_parallel": (1,),
     "generate.kv_cache_dtype": ("auto",),
@@ -396,10 +396,6 @@ def _refuse_unbuilt(config: Config) -> None:
         elif value not in built:
             works = " or ".join(repr(choice) for choice in built)
             raise ConfigError(key, value=value, limit="not built yet", remedy=f"what works today: {works}")
-    for index, task in enumerate(config.tasks):
-        if task.env not in ("reasoning_gym", "jsonl"):
-            raise ConfigError(f"tasks.{index}.env", value=task.env, limit="not built yet",
-                              remedy="what works today: 'reasoning_gym' or 'jsonl'")
 
 
 def _refuse_contradictions(config: Config) -> None:
@@ -466,6 +462,10 @@ def _require_files(config: Config) -> None:
                 f"model.path = {path!r}: no model folder there (looked for {folder / 'config.json'})",
                 remedy=f"name a Hugging Face folder, a hub id such as org/model, or one of {', '.join(MODEL_ALIASES)}",
             )
+    template = config.model.chat_template
+    if template and not Path(template).expanduser().is_file():
+        raise MissingError(f"model.chat_template = {template!r}: no such file",
+                           remedy="name a .jinja file, or leave it empty for the tokenizer's own template")
     for index, task in enumerate(config.tasks):
         if task.env != "jsonl":
             continue

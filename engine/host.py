@@ -28,7 +28,7 @@ from engine.observe.metrics import Value
 from engine.observe.recorder import Recorder, Timings
 from engine.observe.terminal import Terminal, open_terminal
 from engine.protocols import Generator, Scorer, WeightRoute
-from engine.rollout.chat import Chat
+from engine.rollout.chat import Chat, open_chat
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
 from engine.timeslice import TimeSlice
@@ -65,7 +65,7 @@ def run_host(config: Config, config_name: str, tasks: TaskSource, scorer: Scorer
         if world.size > 1:
             learner = Learner(world, config.train.ranks or world.size, config.run.stage_timeout_s)
         model_folder = materialise(config.model.path)
-        chat = Chat(model_folder, config.generate.max_model_len - config.generate.max_new_tokens)
+        chat = open_chat(config, model_folder)
         generator = build_generator(config, model_folder, folder, terminal)
         host = Host(config, folder, model_folder, generator, chat, tasks, scorer, terminal, evaluate, learner)
         clock.run(host.serve())

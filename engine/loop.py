@@ -10,8 +10,9 @@
       └──── slots ──────┴───────────── interrupt, publish, resume ◀──────────────┴──────┘
 
 `admit` waits for a slot: slots return when a step is published. `generate` waits for leases, and while a slice trains.
-`score` waits for groups. `train` waits for P groups that the window allows. It is the finite clock: when it has made
-its steps the other stages are cancelled. A stage that fails, or returns, ends the run.
+`score` waits for groups. `train` waits for P groups that the window allows. A group whose prompt is too long, or whose
+verdict is a refusal, gives its slot back at once: another is admitted in its place. `train` is the finite clock: when
+it has made its steps the other stages are cancelled. A stage that fails, or returns, ends the run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from engine.admission import Admission
 from engine.channel import Channel
 from engine.clock import within
 from engine.config import Config
-from engine.errors import StalledError
+from engine.errors import DataError, StalledError
 from engine.observe.recorder import Recorder, Timings
 from engine.protocols import Scorer, Trainer, WeightRoute
 from engine.rollout.drive import Driver
@@ -36,6 +37,9 @@ from engine.timeslice import TimeSlice
 from engine.train.pack import Packing, build_batch
 from engine.train.thread import TrainingThread
 from engine.types import Group, Lease, Rollout, Sampling, Task, Verdict
+
+# A task source that offers this many prompts in a row that do not fit has no others.
+_MAX_REFUSED = 200
 
 
 @dataclass(kw_only=True)
@@ -55,6 +59,8 @@ class Run:
     recorder: Recorder
     after_step: Callable[[int, Timings], Awaitable[None]]
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    rejected: list[Group] = field(default_factory=list[Group])
+    """Dropped since the last row."""
     leases: Channel[Lease] = field(init=False)
     groups: Channel[Group] = field(init=False)
 
@@ -83,6 +89,7 @@ async def admit(run: Run) -> None:
     sampling = Sampling(
         temperature=generate.temperature, max_new_tokens=generate.max_new_tokens, stop=generate.stop
     )
+    refused_in_a_row = 0
     while True:
         order = await run.admission.admit()
         lease = Lease(
@@ -94,16 +101,30 @@ async def admit(run: Run) -> None:
             served_version=run.driver.served_version,
         )
         run.recorder.leased()
-        await run.leases.send(lease)
+        reason = run.driver.refusal(lease.task)
+        if not reason:
+            refused_in_a_row = 0
+            await run.leases.send(lease)
+            continue
+        await reject(run, Group(lease=lease, rollouts=(), admitted_version=lease.served_version), reason)
+        refused_in_a_row += 1
+        if refused_in_a_row == _MAX_REFUSED:
+            raise DataError(
+                f"the prompts of {_MAX_REFUSED} tasks in a row do not fit; task {lease.task.task_id}: {reason}",
+                remedy="raise generate.max_model_len, or lower generate.max_new_tokens",
+            )
+
+
+async def reject(run: Run, group: Group, reason: str) -> None:
+    """The group leaves the pipeline untrained, for the next row's books."""
+    run.rejected.append(replace(group, outcome="rejected", reason=reason))
+    await run.admission.drop(group.lease.order)
 
 
 async def generate(run: Run) -> None:
-    """Leases become groups: one by one, or at max_staleness 0 a step's worth as one repeatable wave."""
+    """Leases become groups, one by one; at max_staleness 0 in waves."""
     if run.config.schedule.max_staleness == 0:
-        while True:
-            leases = [await run.leases.receive() for _ in range(run.config.schedule.groups_per_step)]
-            for group in await run.driver.wave(leases):
-                await run.groups.send(group)
+        await _generate_waves(run)
 
     async def one(lease: Lease) -> None:
         await run.groups.send(await run.driver.group(lease))
@@ -113,12 +134,25 @@ async def generate(run: Run) -> None:
             open_groups.create_task(one(await run.leases.receive()))
 
 
+async def _generate_waves(run: Run) -> None:
+    """A step's worth as one repeatable wave; once it is scored, what replaces its rejected groups as the next."""
+    wave: list[Lease] = []
+    while True:
+        size = await run.admission.next_wave([lease.order for lease in wave])
+        wave = [await run.leases.receive() for _ in range(size)]
+        for group in await run.driver.wave(wave):
+            await run.groups.send(group)
+
+
 async def score(run: Run) -> None:
     """Groups get their rewards and wait in admission to be selected."""
 
     async def one(group: Group) -> None:
         verdict = await judge(run.scorer, group)
-        await run.admission.complete(verdict.group)
+        if verdict.accepted:
+            await run.admission.complete(verdict.group)
+        else:
+            await reject(run, verdict.group, verdict.reason)
 
     async with asyncio.TaskGroup() as open_verdicts:
         while True:
@@ -149,8 +183,10 @@ async def train(run: Run) -> int:
         timings.add("switch", run.slice.switch_s)
         # Outside the slice: nothing holds back a wave, which begins as soon as its groups are admitted.
         await run.admission.published()
+        left = sorted([*fates, *run.rejected], key=lambda group: group.lease.order)
+        run.rejected.clear()
         run.recorder.step(
-            step, version_before, run.trainer.version, fates, batch, result, timings, generator_busy_s
+            step, version_before, run.trainer.version, left, batch, result, timings, generator_busy_s
         )
     return run.config.run.steps
 
@@ -187,8 +223,9 @@ async def select(run: Run) -> list[Group] | None:
 
 async def judge(scorer: Scorer, group: Group) -> Verdict:
     """Score every member; a member without a verdict keeps a null reward and is left out of the baseline."""
-    rollouts = await asyncio.gather(*(_judged(scorer, group.lease.task, rollout) for rollout in group.rollouts))
-    return Verdict(group=replace(group, rollouts=tuple(rollouts)))
+    async with asyncio.TaskGroup() as judging:
+        members = [judging.create_task(_judged(scorer, group.lease.task, rollout)) for rollout in group.rollouts]
+    return Verdict(group=replace(group, rollouts=tuple(member.result() for member in members)))
 
 
 async def _judged(scorer: Scorer, task: Task, rollout: Rollout) -> Rollout:

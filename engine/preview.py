@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 from engine import clock
-from engine.config import Config
+from engine.config import Config, TaskSection
+from engine.errors import DataError
 from engine.host import build_generator
 from engine.loop import judge
+from engine.observe.estimate import Estimate, estimate
 from engine.observe.terminal import open_terminal, printable
 from engine.protocols import Scorer
-from engine.rollout.chat import Chat
+from engine.rollout.chat import Chat, open_chat
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
 from engine.train.model import materialise
-from engine.types import Group, Lease, Sampling
+from engine.types import Group, Lease, Sampling, Task
 
 _SHOWN = 2
 _ENOUGH_MIXED = 0.2
+_MANY_CUT = 0.5
+_MANY_UNANSWERED = 0.2
+
+
+class Outlook(msgspec.Struct, frozen=True):
+    """What the groups of one env promise. `passed`: the share of completions with full reward, one prompt one vote;
+    the others are shares of groups (`mixed`) or of completions."""
+
+    passed: Estimate
+    mean_reward: float
+    mixed: float
+    cut: float
+    unanswered: float
 
 
 def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -> None:
     """Print N prompts as the model sees them, samples with extracted answers and rewards, and what they promise."""
     folder = materialise(config.model.path)
+    chat = open_chat(config, folder)
+    fitting = _fitting([tasks.next() for _ in range(count)], chat)
     terminal = open_terminal("plain", steps=count, title="preview")
     # Kept if anything fails: the engine's log is in it.
     scratch = Path(tempfile.mkdtemp(prefix="farfield-preview-"))
@@ -32,7 +52,6 @@ def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -
 
     async def preview() -> list[Group]:
         generate = config.generate
-        chat = Chat(folder, generate.max_model_len - generate.max_new_tokens)
         driver = Driver(generator, chat, run_seed=config.run.seed, worker="preview", engine_build="")
         sampling = Sampling(
             temperature=generate.temperature, max_new_tokens=generate.max_new_tokens, stop=generate.stop
@@ -40,9 +59,9 @@ def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -
         try:
             await generator.open()
             leases = [
-                Lease(lease_id=f"{order}", order=order, task=tasks.next(), group_size=generate.group_size,
-                      sampling=sampling, served_version=0)
-                for order in range(count)
+                Lease(lease_id=f"{order}", order=order, task=task, group_size=generate.group_size, sampling=sampling,
+                      served_version=0)
+                for order, task in enumerate(fitting)
             ]
             groups = [(await judge(scorer, group)).group for group in await driver.wave(leases)]
             for group in groups:
@@ -52,8 +71,31 @@ def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -
             await scorer.close()
             await generator.close()
 
-    _summarise(clock.run(preview()))
+    groups = clock.run(preview())
+    for section in config.tasks:
+        if own := [group for group in groups if group.lease.task.env == section.label]:
+            print("", *_summary(section, own), sep="\n")
     shutil.rmtree(scratch)
+
+
+def _fitting(drawn: Sequence[Task], chat: Chat) -> list[Task]:
+    """Those whose prompts fit; the others are named.
+
+    Raises:
+        DataError: none fits.
+    """
+    fitting: list[Task] = []
+    for task in drawn:
+        if reason := chat.refusal(task):
+            print(f"task {task.task_id} would be rejected: {reason}")
+        else:
+            fitting.append(task)
+    if not fitting:
+        raise DataError(
+            f"none of {len(drawn)} prompts fits",
+            remedy="raise generate.max_model_len, or lower generate.max_new_tokens",
+        )
+    return fitting
 
 
 def _show(group: Group, chat: Chat) -> None:
@@ -65,18 +107,40 @@ def _show(group: Group, chat: Chat) -> None:
               f"{rollout.length} tokens, {rollout.stop_reason}")
 
 
-def _summarise(groups: list[Group]) -> None:
+def _summary(section: TaskSection, groups: Sequence[Group]) -> list[str]:
+    """What the groups of one env promise, line by line."""
+    found = outlook(groups)
+    if found is None:
+        return [f"{section.label}: no completion got a reward: look at the samples and the scorer"]
+    passed = found.passed
+    lines = [
+        f"{section.label}: pass rate {passed.mean:.3f} [{passed.low:.3f}, {passed.high:.3f}] over {passed.count} "
+        f"prompts, mean reward {found.mean_reward:.3f}; {found.mixed:.0%} of groups are mixed; "
+        f"{found.cut:.0%} of completions are cut at generate.max_new_tokens"
+    ]
+    if found.cut > _MANY_CUT:
+        lines.append("raise generate.max_new_tokens: more than half of the completions are cut")
+    # Other scorers do not look at the extracted answer.
+    if section.params.get("score", "exact") == "exact" and found.unanswered > _MANY_UNANSWERED:
+        lines.append(f"the answer was not found in {found.unanswered:.0%}: check tasks.answer or the prompt")
+    return [*lines, f"verdict: {_verdict(found.mean_reward, found.mixed)}"]
+
+
+def outlook(groups: Sequence[Group]) -> Outlook | None:
+    """None when no completion got a reward."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [[rollout.reward for rollout in group.rollouts if rollout.reward is not None] for group in groups]
     flat = [reward for group in rewards for reward in group]
     if not flat:
-        print("\nno completion got a reward: look at the samples and the scorer")
-        return
-    mixed = sum(len(group) > 1 and max(group) != min(group) for group in rewards) / len(groups)
-    mean = sum(flat) / len(flat)
-    cut = sum(rollout.stop_reason == "length" for group in groups for rollout in group.rollouts)
-    print(f"\nmean reward {mean:.3f} over {len(flat)} completions; {mixed:.0%} of groups are mixed; "
-          f"{cut / sum(len(group.rollouts) for group in groups):.0%} of completions hit generate.max_new_tokens")
-    print(f"verdict: {_verdict(mean, mixed)}")
+        return None
+    passed = zip(rewards, groups, strict=True)
+    return Outlook(
+        passed=estimate([sum(reward >= 1.0 for reward in scored) / len(group.rollouts) for scored, group in passed]),
+        mean_reward=sum(flat) / len(flat),
+        mixed=sum(len(scored) > 1 and max(scored) != min(scored) for scored in rewards) / len(groups),
+        cut=sum(rollout.stop_reason == "length" for rollout in rollouts) / len(rollouts),
+        unanswered=sum(rollout.extracted is None for rollout in rollouts) / len(rollouts),
+    )
 
 
 def _verdict(mean: float, mixed: float) -> str:

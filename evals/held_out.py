@@ -6,7 +6,6 @@ one right among k = SAMPLES. Intervals are over questions, which are the indepen
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 from engine.clock import within
 from engine.config import Config
 from engine.loop import judge
+from engine.observe.estimate import Estimate, estimate
 from engine.observe.metrics import Value
 from engine.observe.terminal import Terminal
 from engine.protocols import Generator, Scorer
@@ -25,20 +25,10 @@ from engine.tasks.source import TaskSource
 from engine.types import Group, Lease, Sampling, Task
 
 SAMPLES = 8
-_Z = 1.96
 # Questions asked at once: progress shows, and a stop need not wait for the whole evaluation.
 _WAVE = 32
 # The engine's seeds depend on it alone, so that every version meets the same randomness.
 _SEED = 20_000
-
-
-class Estimate(msgspec.Struct, frozen=True):
-    """A mean over `count` questions and its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -67,9 +57,16 @@ async def evaluate(
     *, generator: Generator, chat: Chat, tasks: TaskSource, scorer: Scorer, config: Config, folder: Path,
     terminal: Terminal,
 ) -> dict[str, Value]:
-    """Evaluate the served version on every held-out question; see `engine.host.Evaluation`."""
+    """Evaluate the served version on every held-out question; see `engine.host.Evaluation`.
+
+    Raises:
+        DataError: a question's prompt is too long. Said before the first wave, and so before training: without that
+            question another thing would be measured.
+    """
     driver = Driver(generator, chat, run_seed=_SEED, worker="evals", engine_build="")
     questions = tasks.held_out(config.evals.limit)
+    for question in questions:
+        chat.encode(question)
     sampling = Sampling(
         temperature=config.evals.temperature,
         max_new_tokens=config.generate.max_new_tokens,
@@ -126,18 +123,6 @@ def summarise(version: int, greedy: Sequence[Group], sampled: Sequence[Group]) -
         truncated=float(np.mean([rollout.stop_reason == "length" for rollout in rollouts])),
         answers=[_answer(one, many) for one, many in zip(greedy, sampled, strict=True)],
     )
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of independent values in [0, 1] with a 95 % interval: Wilson's score interval where all are 0 or 1 (a normal
-    one would be certain of 0 out of 128), else a normal one, cut to [0, 1]."""
-    mean, count = float(np.mean(values)), len(values)
-    if set(values) <= {0.0, 1.0}:
-        z2 = _Z**2
-        centre, spread = mean + z2 / (2 * count), _Z * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count**2))
-        return Estimate(mean, (centre - spread) / (1 + z2 / count), (centre + spread) / (1 + z2 / count), count)
-    half = _Z * float(np.std(values, ddof=1)) / math.sqrt(count)
-    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half), count)
 
 
 def describe(label: str, result: Result) -> str:

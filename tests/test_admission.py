@@ -122,6 +122,42 @@ def test_a_dropped_group_gives_its_slot_back_at_once_and_is_replaced(completed: 
     by_hand(main())
 
 
+def test_the_next_wave_is_what_replaces_the_dropped_or_the_next_step() -> None:
+    async def main() -> None:
+        admission = Admission(groups_per_step=3, max_staleness=0, total=6)
+        assert await admission.next_wave([]) == 3
+        assert await taken(admission) == [0, 1, 2]
+        await admission.drop(0)  # before it was generated
+        assert await admission.next_wave([]) == 3
+        assert await taken(admission) == [3]
+        second = asyncio.ensure_future(admission.next_wave([1, 2, 3]))
+        await admission.drop(2)
+        await admission.complete(numbered(1))
+        assert await taken(admission) == [4]
+        assert not second.done()  # 3 is not scored yet
+        await admission.drop(3)
+        assert await second == 2  # whether 5 has been admitted by now or not
+        assert await taken(admission) == [5]
+        for order in (4, 5):
+            await admission.complete(numbered(order))
+        third = asyncio.ensure_future(admission.next_wave([4, 5]))
+        assert await selected(admission) == [1, 4, 5]
+        assert not third.done()
+        await admission.published()
+        assert await third == 3
+        assert await taken(admission) == [6, 7, 8]
+        for order in (6, 7, 8):
+            await admission.complete(numbered(order))
+        assert len(await selected(admission)) == 3
+        await admission.published()
+        last = asyncio.ensure_future(admission.next_wave([6, 7, 8]))
+        await asyncio.sleep(1.0)
+        assert not last.done()  # six groups is all there was to be
+        last.cancel()
+
+    by_hand(main())
+
+
 def test_no_more_are_admitted_than_can_be_consumed() -> None:
     async def main() -> None:
         admission = Admission(groups_per_step=2, max_staleness=1, total=6)

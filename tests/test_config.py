@@ -105,7 +105,6 @@ def test_overrides_are_toml_values_or_bare_text(base: Path) -> None:
         ("algorithm.breaker={share = 1.5}", "algorithm.breaker.share", "not in 0 ... 1", "share = 0.5"),
         ("algorithm.breaker={share = 0.0}", "algorithm.breaker.share", "not in 0 ... 1", "share = 0.5"),
         ("algorithm.breaker={grad_norm = 0.0}", "algorithm.breaker.grad_norm", "not above 0", "grad_norm = 100"),
-        ("tasks.0.env=hub", "tasks.0.env", "not built yet", "'reasoning_gym' or 'jsonl'"),
         ("tasks.0.env=jsonl", "tasks.0.params.path", "is required", "one {messages, answer} object per line"),
     ],
 )
@@ -162,6 +161,7 @@ def test_what_the_environment_lacks_is_another_error(base: Path, tmp_path: Path)
     for overrides, message in (
         (["model.path=/no/such/model"], r"model\.path = '/no/such/model'.*\n  -> .*smollm2-135m-instruct"),
         (["tasks.0.env=jsonl", "tasks.0.params.path=/no/tasks.jsonl"], r"tasks\.0\.params\.path = '/no/tasks\.jsonl'"),
+        (["model.chat_template=/no/x.jinja"], r"model\.chat_template = '/no/x\.jinja': no such file\n  -> .*\.jinja"),
         (["generate.backend=replay", f"generate.replay_from={tmp_path}"], r"holds no rollouts folder\n  -> .*NAME"),
     ):
         with pytest.raises(MissingError, match=message) as missing:

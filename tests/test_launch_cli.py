@@ -107,7 +107,7 @@ def test_a_broken_line_of_a_task_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text('{"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5"}\n{"messages": []}\n')
     done = launch("--config", "configs/smoke.toml", f"tasks.0.params.path={file}")
-    assert_refused(done, 2, f"{file}:2", "answer")
+    assert_refused(done, 2, f"{file}:2", "the last message is not the user's")
 
 
 def test_a_missing_task_file_is_named() -> None:

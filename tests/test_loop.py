@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from hand_made import config, lease, packing, task
+from msgspec.structs import replace
 
 from engine import clock, loop
 from engine.admission import Admission
 from engine.clock import now, run_virtual
-from engine.errors import StalledError
+from engine.errors import DataError, StalledError
 from engine.generate.fake import FakeGenerator, geometric
 from engine.loop import Run, run_stages
 from engine.observe.metrics import Row, read_groups
@@ -30,7 +31,7 @@ from engine.rollout.chat import Chat
 from engine.rollout.drive import Driver
 from engine.timeslice import TimeSlice
 from engine.train.thread import TrainingThread
-from engine.types import Batch, Group, Rollout, Segment, SegmentRequest, Task, Version
+from engine.types import Batch, Group, Rollout, Segment, SegmentRequest, Task, Verdict, Version
 
 PER_STEP, GROUP_SIZE = 2, 2
 
@@ -375,15 +376,143 @@ def test_one_skipped_step_moves_no_version(parts: Callable[..., Parts]) -> None:
     assert made.route.published == [1, 2, 3, 4]
 
 
-def test_two_runs_are_the_same(parts: Callable[..., Parts], tmp_path: Path) -> None:
+@pytest.mark.parametrize("period", [100, 3])
+def test_two_runs_are_the_same(parts: Callable[..., Parts], tmp_path: Path, period: int) -> None:
     def rollouts(folder: Path) -> list[tuple[list[int], list[float]]]:
-        made = parts()
+        made = parts(tasks=SomeTooLong(period))
         made.folder = folder
         run_virtual(made.stages())
         groups = [group for step in range(1, 6) for group in made.groups(step)]
         return [(one.token_ids.tolist(), one.logprobs.tolist()) for group in groups for one in group.rollouts]
 
     assert rollouts(tmp_path / "first") == rollouts(tmp_path / "second")
+
+
+class SomeTooLong(Tasks):
+    """Every `period`-th prompt has 103 tokens, where 64 fit."""
+
+    def __init__(self, period: int) -> None:
+        super().__init__()
+        self.period = period
+
+    def next(self) -> Task:
+        one = super().next()
+        return one if one.index % self.period else task(one.index, content="x" * 100)
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[Group], bool]) -> None:
+    """A check behind the scorer, as later screens will be."""
+    scored = loop.judge
+
+    async def judge(scorer: Any, group: Group) -> Verdict:
+        verdict = await scored(scorer, group)
+        return replace(verdict, accepted=False, reason="looks odd") if refused(group) else verdict
+
+    monkeypatch.setattr(loop, "judge", judge)
+
+
+def fates(made: Parts) -> list[list[tuple[int, str]]]:
+    """By step: the numbers of the groups in its rollouts file, with their fates."""
+    steps = range(1, made.steps + 1)
+    return [[(group.lease.order, group.outcome) for group in made.groups(step)] for step in steps]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_prompt_that_is_too_long_is_rejected_and_replaced(parts: Callable[..., Parts], max_staleness: int) -> None:
+    """Tasks count from 1, so of the numbers 0, 1, 2, ... the group 2, 5, 8, ... is the one."""
+    made = parts(max_staleness=max_staleness, tasks=SomeTooLong(3), thread=InlineThread(3.0))
+    assert run_virtual(made.stages()) == 5
+    assert len(made.trainer.batches) == 5
+    everyone = [one for step in fates(made) for one in step]
+    # At max_staleness 0 group 14 is admitted after the last step's tasks are: never. Both ways, 10 are trained.
+    assert sorted(everyone) == [(order, "trained" if order % 3 != 2 else "rejected") for order in range(14)]
+    assert [sum(fate == "trained" for _, fate in step) for step in fates(made)] == [PER_STEP] * 5
+    if max_staleness == 0:
+        assert [[order for order, _ in step] for step in fates(made)] == [
+            [0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10], [11, 12, 13],
+        ]  # fmt: skip
+    for step, row in enumerate(made.rows, start=1):
+        rejected = [group for group in made.groups(step) if group.outcome == "rejected"]
+        assert (row["groups/rejected"], row["groups/completed"], row["groups/trained"]) == (len(rejected), 2, 2)
+        assert {(group.reason, group.rollouts) for group in rejected} <= {("prompt has 103 tokens, 64 fit", ())}
+        assert staleness([group for group in made.groups(step) if group.rollouts], step - 1) <= max_staleness
+    assert sum(row["groups/leased"] for row in made.rows) == 14  # pyright: ignore
+    assert made.tasks.given == 14
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_group_whose_verdict_is_a_refusal_is_rejected_and_replaced(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    refusing(monkeypatch, lambda group: group.lease.order % 3 == 1)
+    made = parts(max_staleness=max_staleness, thread=InlineThread(3.0))
+    assert run_virtual(made.stages()) == 5
+    left = [group for step in range(1, 6) for group in made.groups(step)]
+    assert [group.lease.order for group in left if group.outcome == "trained"] == [0, 2, 3, 5, 6, 8, 9, 11, 12, 14]
+    rejected = [group for group in left if group.outcome == "rejected"]
+    assert {group.lease.order for group in rejected} == {1, 4, 7, 10, 13}
+    assert {group.reason for group in rejected} == {"looks odd"}
+    assert {len(group.rollouts) for group in rejected} == {GROUP_SIZE}
+    assert [row["groups/rejected"] for row in made.rows] == [
+        sum(group.outcome == "rejected" for group in made.groups(step)) for step in range(1, 6)
+    ]
+    ages = [staleness(made.groups(step), step - 1) for step in range(1, 6)]
+    assert max(ages) == max_staleness
+
+
+def test_at_max_staleness_0_replacements_are_a_wave_of_their_own_in_fixed_order(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first wave both groups are refused; of its replacements, 2 and 4 (3 does not fit), the first; then 5
+    stays. Scoring takes its time, and the second member's longer than the first's."""
+    waves: list[list[str]] = []
+
+    class Waves(FakeGenerator):
+        async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
+            waves.append([request.request_id for request in requests])
+            return await super().wave(requests)
+
+    class Uneven(Alternating):
+        async def score(self, task: Task, rollout: Rollout) -> Score:
+            await asyncio.sleep(10.0 / task.index)  # later numbers first
+            return await super().score(task, rollout)
+
+    refusing(monkeypatch, lambda group: group.lease.order in (0, 1, 2))
+    made = parts(generator=generator(Waves), scorer=Uneven(), tasks=SomeTooLong(4), steps=2)
+    assert run_virtual(made.stages()) == 2
+    assert waves == [
+        [f"{order:07d}/{member}/0" for order in wave for member in range(GROUP_SIZE)]
+        for wave in ([0, 1], [2, 4], [5], [6, 8])
+    ]
+    gone = "rejected"
+    assert fates(made) == [
+        [(0, gone), (1, gone), (2, gone), (3, gone), (4, "trained"), (5, "trained")],
+        [(6, "trained"), (7, gone), (8, "trained")],
+    ]
+
+
+def test_200_prompts_in_a_row_that_do_not_fit_end_the_run(parts: Callable[..., Parts]) -> None:
+    made = parts(tasks=SomeTooLong(1))
+    error, ended_s = run_virtual(failing(made))
+    (leaf,) = leaves(error)
+    assert isinstance(leaf, DataError)
+    assert str(leaf) == (
+        "the prompts of 200 tasks in a row do not fit; task sums/200: prompt has 103 tokens, 64 fit\n"
+        "  -> raise generate.max_model_len, or lower generate.max_new_tokens"
+    )
+    assert (made.tasks.given, ended_s) == (200, 0)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_199_in_a_row_do_not(parts: Callable[..., Parts], max_staleness: int) -> None:
+    class Rare(SomeTooLong):
+        def next(self) -> Task:
+            one = super().next()
+            return one if one.index % 200 else task(one.index)
+
+    made = parts(max_staleness=max_staleness, tasks=Rare(1), steps=2)
+    assert run_virtual(made.stages()) == 2
+    assert sum(row["groups/rejected"] for row in made.rows) == 4 * 199  # pyright: ignore
 
 
 class Broken(Exception):
@@ -469,9 +598,9 @@ def test_an_exception_in_any_stage_ends_the_run_as_itself(
 ) -> None:
     made = parts(max_staleness=max_staleness, thread=InlineThread(3.0), **broken_parts(where))
     error, ended_s = run_virtual(failing(made))
-    (leaf,) = leaves(error)
-    assert isinstance(leaf, Broken)
-    assert 0 <= ended_s - leaf.at_s < 1.0
+    for leaf in leaves(error):  # of a group that is scored every member may fail
+        assert isinstance(leaf, Broken)
+        assert 0 <= ended_s - leaf.at_s < 1.0
 
 
 @pytest.mark.parametrize("stage", ["admit", "generate", "score"])

@@ -146,9 +146,9 @@ class Recorder:
 
 
 def samples(groups: Sequence[Group], count: int) -> list[Sample]:
-    """One completion from each of the first `count` groups, the best one, so that successes show."""
+    """One completion from each of the first `count` groups that have any, the best one, so that successes show."""
     shown = []
-    for group in groups[:count]:
+    for group in [group for group in groups if group.rollouts][:count]:
         best = max(group.rollouts, key=lambda rollout: -1.0 if rollout.reward is None else rollout.reward)
         shown.append(
             Sample(

@@ -17,7 +17,7 @@ import numpy as np
 from engine.protocols import Generator
 from engine.rollout.chat import Chat
 from engine.seeds import derive_seed
-from engine.types import Group, Int32, Lease, Rollout, Sampling, Segment, SegmentRequest
+from engine.types import Group, Int32, Lease, Rollout, Sampling, Segment, SegmentRequest, Task
 
 
 class _Open:
@@ -64,8 +64,14 @@ class Driver:
 
     async def group(self, lease: Lease) -> Group:
         """Generate a group whose rollouts may be interrupted and continued."""
-        rollouts = await asyncio.gather(*(self._rollout(member) for member in self._members(lease)))
-        return Group(lease=lease, rollouts=tuple(rollouts), admitted_version=lease.served_version)
+        members = self._members(lease)
+        async with asyncio.TaskGroup() as rolling:
+            rollouts = [rolling.create_task(self._rollout(member)) for member in members]
+        return Group(
+            lease=lease,
+            rollouts=tuple(rollout.result() for rollout in rollouts),
+            admitted_version=lease.served_version,
+        )
 
     async def wave(self, leases: Sequence[Lease]) -> list[Group]:
         """Generate all groups as one repeatable wave. Only token stops reach the engine; stop strings are cut after.
@@ -89,6 +95,10 @@ class Driver:
             )
             for lease in leases
         ]
+
+    def refusal(self, task: Task) -> str:
+        """Why no group of this task can be generated, or empty."""
+        return self._chat.refusal(task)
 
     @property
     def served_version(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +12,7 @@ import msgspec
 from engine.config import TaskSection
 from engine.errors import ConfigError, DataError
 from engine.seeds import derive_seed
+from engine.tasks.hub import Hub
 from engine.tasks.jsonl import JsonLines
 from engine.tasks.question import Environment, Question
 from engine.tasks.reasoning_gym import ReasoningGym
@@ -118,10 +121,24 @@ def _environment(section: TaskSection, path: str) -> Environment:
             return ReasoningGym(section, path)
         case "jsonl":
             return JsonLines(section, path)
-        case env:
-            raise ConfigError(
-                f"{path}.env", value=env, limit="is no environment", remedy="use 'reasoning_gym' or 'jsonl'"
-            )
+        case "hub":
+            return Hub(section, path)
+        case _:
+            return _own_class(section.env, f"{path}.env")(section)
+
+
+def _own_class(name: str, path: str) -> Callable[[TaskSection], Environment]:
+    """The user's environment at the dotted path `name`."""
+    limit = "is no environment"
+    try:
+        if re.fullmatch(r"\w[\w.]*:\w+", name):
+            module, _, attribute = name.partition(":")
+            return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        limit = f"cannot be imported: {error}"
+    raise ConfigError(
+        path, value=name, limit=limit, remedy="use reasoning_gym, jsonl, hub, or module:Class of your own"
+    )
 
 
 def _hold_out(environment: Environment, count: int, path: str) -> list[Question]:

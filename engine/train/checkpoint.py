@@ -17,12 +17,12 @@ _FROM_SOURCE = ("tokenizer*", "special_tokens_map.json", "chat_template*", "voca
 
 def save_checkpoint(
     model: PreTrainedModel, parameters: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: torch.dtype,
-    source_folder: Path,
+    source_folder: Path, chat_template: str = "",
 ) -> None:
     """Write `folder` so that `transformers` and vLLM load it as it is.
 
     `parameters` are the model's, by name and whole; tied ones come once. Tokenizer files come from `source_folder`
-    unchanged.
+    unchanged, but for the chat template if the file `chat_template` took its place.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
@@ -38,6 +38,9 @@ def save_checkpoint(
     for pattern in _FROM_SOURCE:
         for file in source_folder.glob(pattern):
             shutil.copy(file, aside / file.name)
+    if chat_template:
+        # This file comes before what the tokenizer's own configuration says.
+        shutil.copy(Path(chat_template).expanduser(), aside / "chat_template.jinja")
     sync_tree(aside)
     aside.rename(folder)
     sync(folder.parent)

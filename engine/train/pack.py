@@ -49,11 +49,12 @@ def build_batch(groups: Sequence[Group], packing: Packing, *, version: int) -> t
         [[rollout.reward for rollout in group.rollouts] for group in groups], packing.estimator
     )
     fates = [_with_fate(group, any(row)) for group, row in zip(groups, advantages, strict=True)]
-    members = [
+    with_signal = (
         [pair for pair in zip(group.rollouts, row, strict=True) if pair[0].reward is not None and pair[0].length]
         for group, row in zip(groups, advantages, strict=True)
         if any(row)
-    ]
+    )
+    members = [group for group in with_signal if group]
     all_rollouts = sum(len(group.rollouts) for group in groups)
     judged = [
         Judged(rollout, advantage, weight)

@@ -190,8 +190,11 @@ class TorchTrainer:
 
     def save(self, folder: Path) -> None:
         """See `protocols.Trainer.save`. Weights are written in `model.dtype`."""
-        dtype = getattr(torch, self._config.model.dtype)
-        save_checkpoint(self.model, self.full_parameters(), folder, dtype, self._source_folder)
+        chosen = self._config.model
+        save_checkpoint(
+            self.model, self.full_parameters(), folder, getattr(torch, chosen.dtype), self._source_folder,
+            chosen.chat_template,
+        )
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and whole tensors of the policy, gathered from all ranks one by one."""

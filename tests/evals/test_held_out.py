@@ -1,4 +1,4 @@
-"""Held-out evaluation: estimates by hand, and a whole one on the fake generator."""
+"""Held-out evaluation: a whole one on the fake generator."""
 
 from __future__ import annotations
 
@@ -9,24 +9,11 @@ import pytest
 from hand_made import config, task
 
 from engine import clock
+from engine.errors import DataError
 from engine.generate.fake import FakeGenerator
 from engine.observe.terminal import SilentTerminal
 from engine.protocols import Score
-from evals.held_out import SAMPLES, estimate, evaluate
-
-
-def test_a_share_has_a_wilson_interval():
-    # 10 of 40, z = 1.96: (0.25 + 0.04802) / 1.09604 -+ 0.14150 / 1.09604
-    value = estimate([1.0] * 10 + [0.0] * 30)
-    assert value.mean == 0.25
-    assert (value.low, value.high) == (pytest.approx(0.1419, abs=1e-4), pytest.approx(0.4019, abs=1e-4))
-    assert estimate([0.0] * 128).high == pytest.approx(0.0291, abs=1e-4)
-
-
-def test_a_mean_has_a_normal_interval():
-    value = estimate([0.0, 0.5, 0.5, 1.0])
-    half = 1.96 * np.std([0.0, 0.5, 0.5, 1.0], ddof=1) / 2
-    assert (value.mean, value.low, value.high) == (0.5, pytest.approx(0.5 - half), pytest.approx(0.5 + half))
+from evals.held_out import SAMPLES, evaluate
 
 
 class _EvenIsRight:
@@ -80,6 +67,18 @@ def test_every_question_is_answered_greedily_and_by_sampling(tmp_path):
     assert result["greedy"]["mean"] == pytest.approx(np.mean([each[0] for each in rewards]))
     assert result["sampled"]["mean"] == pytest.approx(np.mean([each[1:] for each in rewards]))
     assert result["pass_at_8"]["mean"] == pytest.approx(np.mean([max(each[1:]) for each in rewards]))
+
+
+def test_a_question_that_is_too_long_is_refused_before_the_first_wave(tmp_path, monkeypatch):
+    def encode(self, task):
+        if task.index == 39:
+            raise DataError("task sums/39: its prompt has 21 tokens, 20 fit")
+        return np.asarray([1, 2, task.index], np.int32)
+
+    monkeypatch.setattr(_Chat, "encode", encode)
+    monkeypatch.setattr(FakeGenerator, "wave", None)
+    with pytest.raises(DataError, match="sums/39"):
+        _evaluate(tmp_path, "one")
 
 
 def test_every_version_meets_the_same_randomness(tmp_path):

@@ -122,6 +122,7 @@ def test_dropped_groups_count_before_selection_only() -> None:
         group("stale", rollout(1.0, sampled=6), rollout(1.0, index=1, sampled=8, stop_reason="length")),
         group("zero_signal", rollout(0.0, sampled=1), rollout(0.0, index=1, sampled=1)),
         group("rejected", rollout(None, sampled=3)),
+        group("rejected"),  # before it was generated
         group("timed_out", rollout(None, sampled=5)),
     ]
     row = group_metrics(left, version_before=0, envs=["sums"])
@@ -134,7 +135,7 @@ def test_dropped_groups_count_before_selection_only() -> None:
         "groups/trained": 1,
         "groups/zero_signal": 1,
         "groups/stale": 1,
-        "groups/rejected": 1,
+        "groups/rejected": 2,
         "groups/timed_out": 1,
         "tokens/generated": 30,
         "tokens/trained": 6,

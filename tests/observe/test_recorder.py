@@ -175,7 +175,8 @@ def test_the_terminal_sees_the_row_and_the_best_of_the_first_groups(tmp_path: Pa
 def test_a_sample_without_any_reward_is_shown_too() -> None:
     failed = group(rollout(None, text="first"), rollout(None, index=1, text="second"))
     zero = group(rollout(None, text="none"), rollout(0.0, index=1, text="zero"))
-    shown = samples([failed, zero, failed], 2)
+    unborn = group(order=3, outcome="rejected")
+    shown = samples([unborn, failed, zero, failed], 2)
     assert [(one.completion, one.reward) for one in shown] == [("first", None), ("zero", 0.0)]
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hand_made import task
+from hand_made import config, task
+from msgspec.structs import replace
 from transformers import AutoTokenizer
 
-from engine.errors import DataError, MissingError
-from engine.rollout.chat import Chat
+from engine.errors import ConfigError, DataError, MissingError
+from engine.rollout.chat import Chat, open_chat
 from engine.types import Int32, Message, Task
 
 
@@ -52,6 +53,8 @@ def test_every_message_is_in_it(chat: Chat) -> None:
 
 def test_a_prompt_that_is_too_long_is_the_datas_fault(chat: Chat) -> None:
     assert len(chat.encode(task(content="x" * 17))) == 20
+    assert chat.refusal(task(content="x" * 17)) == ""
+    assert chat.refusal(task(content="x" * 18)) == "prompt has 21 tokens, 20 fit"
     with pytest.raises(DataError, match=r"task sums/7: its prompt has 21 tokens, 20 fit\n  -> raise generate"):
         chat.encode(task(7, content="x" * 18))
 
@@ -75,6 +78,48 @@ def test_a_model_without_a_chat_template_is_refused(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(MissingError, match=r"no chat template\n.*instruction-tuned"):
         Chat(folder, 20)
+
+
+def test_a_template_file_replaces_the_tokenizers(tiny_folder: Path, folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "other.jinja"
+    template.write_text("<|user|>{{ messages[-1]['content'] }}!<|end|><|assistant|>")
+    (folder / "chat_template.jinja").unlink()
+    for model in (tiny_folder, folder):
+        chat = open_chat(config(model={"chat_template": str(template)}), model)
+        assert chat.decode_all(chat.encode(task(content="2 + 3?"))) == "<|user|>2 + 3?!<|end|><|assistant|>"
+
+
+def test_a_prompt_leaves_room_for_the_new_tokens(tiny_folder: Path) -> None:
+    chat = open_chat(config(generate={"max_model_len": 30, "max_new_tokens": 10}), tiny_folder)
+    assert chat.refusal(task(content="x" * 18)) == "prompt has 21 tokens, 20 fit"
+
+
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}<|assistant|>"
+
+
+def test_a_system_prompt_that_the_template_refuses_is_named_at_the_start(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(NO_SYSTEM)
+    settings = config()
+    open_chat(settings, folder)
+    first = settings.tasks[0]
+    tasks = (first, replace(first, name="more", system_prompt="Be brief."))
+    with pytest.raises(ConfigError, match=r"tasks\.1\.system_prompt = 'Be brief\.': .*refuses it: no system role\n"):
+        open_chat(replace(settings, tasks=tasks), folder)
+
+
+def test_messages_that_the_template_refuses_are_the_datas_fault(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(NO_SYSTEM)
+    asked = replace(task(7), messages=(Message("system", "Be brief."), Message("user", "?")))
+    for encode in (Chat(folder, 20).encode, Chat(folder, 20).refusal):
+        with pytest.raises(DataError, match=r"task sums/7: the chat template refuses its messages: no system role"):
+            encode(asked)
+
+
+def test_a_broken_template_file_is_named_at_the_start(tiny_folder: Path, tmp_path: Path) -> None:
+    template = tmp_path / "broken.jinja"
+    template.write_text("{% for %}")
+    with pytest.raises(ConfigError, match=r"model\.chat_template = '.*broken\.jinja': the chat template refuses it: "):
+        open_chat(config(model={"chat_template": str(template)}), tiny_folder)
 
 
 def test_special_tokens_show_only_on_demand(chat: Chat, tiny_folder: Path) -> None:

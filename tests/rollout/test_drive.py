@@ -319,8 +319,29 @@ def test_an_engine_error_comes_out(chat: Chat) -> None:
         asyncio.get_running_loop().call_later(2.5, lambda: asyncio.ensure_future(generator.close()))
         await driver(generator, chat).group(lease())
 
-    with pytest.raises(GenerationError, match="closed"):
+    with pytest.raises(ExceptionGroup) as caught:
         run_virtual(main())
+    assert [type(error) for error in caught.value.exceptions] == [GenerationError] * 2
+
+
+def test_when_a_member_fails_its_siblings_stop(chat: Chat) -> None:
+    class Failing(Recording):
+        async def generate(self, request: SegmentRequest) -> Segment:
+            if request.request_id.endswith("/1/0"):
+                await asyncio.sleep(2.5)
+                raise GenerationError("broken")
+            return await super().generate(request)
+
+    async def main() -> tuple[Failing, int]:
+        generator = Failing(length=lambda _: 9, step_s=1.0)
+        with pytest.raises(ExceptionGroup):
+            await driver(generator, chat).group(lease(group_size=3))
+        made = generator.tokens_generated
+        await asyncio.sleep(20.0)
+        return generator, made
+
+    generator, made = run_virtual(main())
+    assert (made, generator.tokens_generated, generator.segments) == (4, 4, [])
 
 
 def test_busy_time_is_that_with_a_request_open(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,6 @@ def works(key: str, default: Any) -> str:
     match key:
         case "model.path":
             return "all but `petri`"
-        case "tasks.env":
-            return '`"reasoning_gym"`, `"jsonl"`'
         case _:
             built = NOT_BUILT.get(key)
     if built is None:

@@ -19,6 +19,8 @@ TOP = {"loop", "host", "timeslice", "preview"}
 BESIDE_ITSELF = {
     **dict.fromkeys(FOUNDATIONS | STAGES | {"admission"}, FOUNDATIONS),
     "train": FOUNDATIONS | {"algorithms"},
+    # engine/reward/answer.py, pure functions: gold answers are found as the completions' are.
+    "tasks": FOUNDATIONS | {"reward"},
     **dict.fromkeys(TOP, FOUNDATIONS | STAGES | TOP | {"admission"}),
 }
 OUTSIDE = {"evals", "profiling", "launch", "tests"}

@@ -62,13 +62,19 @@ def test_the_judge_may_be_set_up() -> None:
     JsonLines(TaskSection(env="jsonl", params={"path": "configs/smoke_tasks.jsonl", "judge": {}}), "tasks.0")
 
 
+@pytest.mark.parametrize("score", ["my_rewards:passes", "judge"])
+def test_a_scorer_that_compares_nothing_needs_no_answer(tmp_path: Path, score: str) -> None:
+    environment = load(tmp_path, json.dumps({"messages": [user()]}), score=score)
+    assert environment.train(0).answer == {"answer": None}
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ('{"messages": [', "truncated"),
         ("not json", "malformed"),
         ("[1, 2]", "Expected `object`, got `array`"),
-        ('{"messages": [{"role": "user", "content": "?"}]}', "missing required field `answer`"),
+        ('{"messages": [{"role": "user", "content": "?"}]}', "answer None is neither text nor a number"),
         ('{"answer": "5"}', "missing required field `messages`"),
         (line("2 + 3?"), "Expected `array`, got `str`"),
         (line([{"role": "user"}]), "missing required field `content`"),

@@ -13,6 +13,25 @@ from engine.errors import ConfigError, DataError
 from engine.tasks.source import TaskSource
 from engine.types import Message, Task
 
+OWN = """
+import itertools
+from engine.tasks.question import Question
+from engine.types import Message
+
+class Sums:
+    def __init__(self, section):
+        self.first = section.params["first"]
+
+    def train(self, index):
+        return self.made(self.first, index)
+
+    def candidates(self):
+        return (self.made(0, index) for index in itertools.count())
+
+    def made(self, a, b):
+        return Question((Message("user", f"{a} + {b}?"),), {"answer": str(a + b)})
+"""
+
 
 def sums(tmp_path: Path, name: str, count: int) -> str:
     """A file of `count` distinct questions that are `name`'s alone."""
@@ -24,6 +43,15 @@ def sums(tmp_path: Path, name: str, count: int) -> str:
 
 def entry(tmp_path: Path, name: str, count: int = 10, **settings: object) -> TaskSection:
     return TaskSection(env="jsonl", name=name, params={"path": sums(tmp_path, name, count)}, **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of the user's own, which can be imported."""
+    (tmp_path / "own_environments.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_environments", raising=False)
+    return tmp_path
 
 
 def questions(tasks: list[Task]) -> set[str]:
@@ -180,15 +208,40 @@ def test_the_system_prompt_comes_first(tmp_path: Path) -> None:
         assert [message.role for message in task.messages] == ["system", "user"]
 
 
-def test_an_unknown_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.0\.env = 'hub'"):
-        TaskSource([TaskSection(env="hub")], 0)
+@pytest.mark.parametrize(
+    ("env", "limit"),
+    [
+        ("hubb", "is no environment"),
+        ("own_environments:", "is no environment"),
+        ("no_such_module:Sums", "cannot be imported: No module named 'no_such_module'"),
+        ("own_environments:Sum", "cannot be imported: module 'own_environments' has no attribute 'Sum'"),
+    ],
+)
+def test_an_unknown_environment_is_refused(own: Path, env: str, limit: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TaskSource([TaskSection(env="jsonl", params={"path": sums(own, "a", 1)}), TaskSection(env=env)], 0)
+    assert str(caught.value) == (
+        f"tasks.1.env = {env!r}: {limit}\n  -> use reasoning_gym, jsonl, hub, or module:Class of your own"
+    )
+
+
+def test_an_environment_of_the_users_own(own: Path) -> None:
+    section = TaskSection(env="own_environments:Sums", name="mine", params={"first": 40}, held_out=2)
+    source = TaskSource([section], 0)
+    assert [task.answer["answer"] for task in source.held_out()] == ["0", "1"]
+    task = source.next()
+    assert (task.task_id, task.messages, task.answer) == ("mine/0", (Message("user", "40 + 0?"),), {"answer": "40"})
+
+
+def test_what_an_environment_of_the_users_own_raises_is_its_bug(own: Path) -> None:
+    with pytest.raises(KeyError, match="first"):
+        TaskSource([TaskSection(env="own_environments:Sums")], 0)
 
 
 def test_files_need_no_reasoning_gym(tmp_path: Path) -> None:
     program = (
         "import sys; from engine.config import TaskSection; from engine.tasks.source import TaskSource\n"
         f"TaskSource([TaskSection(env='jsonl', params={{'path': {sums(tmp_path, 'a', 1)!r}}})], 0).next()\n"
-        "assert not {'reasoning_gym', 'torch'} & set(sys.modules)"
+        "assert not {'reasoning_gym', 'torch', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -138,3 +138,13 @@ def test_everything_is_on_disk_before_the_name_appears(
     write(trained(tiny_folder), folder, torch.float32, tiny_folder)
     assert {name for name, appeared in synced if not appeared} == names(folder) | {".saved.partial"}
     assert synced[-1] == (tmp_path.name, True)
+
+
+def test_the_template_that_was_used_comes_along(tiny_folder: Path, tmp_path: Path) -> None:
+    """The tiny tokenizer's own template says <|user|> and the like."""
+    file = tmp_path / "plain.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    model = trained(tiny_folder)
+    save_checkpoint(model, model.named_parameters(), tmp_path / "saved", torch.float32, tiny_folder, str(file))
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    assert loaded.apply_chat_template([{"role": "user", "content": "2 + 3?"}], tokenize=False) == "2 + 3?!"
