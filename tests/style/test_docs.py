@@ -159,6 +159,23 @@ def test_the_errors_page_has_every_error_with_its_exit_code() -> None:
     assert rows == {name: str(kind.exit_code) for name, kind in kinds.items()}
 
 
+MIGRATION = table_rows((ROOT / "docs/coming-from.md").read_text())
+
+
+@pytest.mark.parametrize("row", MIGRATION, ids=lambda row: row[0].replace("`", ""))
+def test_the_migration_page_names_keys_that_exist_and_says_which_are_built(row: list[str]) -> None:
+    rows, (ours, *_, difference) = schema(), row
+    for key in re.findall(r"`([\w.]+)`", ours):
+        assert difference.startswith("not built yet") == (rows[key][2] == "default only")
+    sections = "|".join(field.name for field in msgspec.structs.fields(Config))
+    assert set(re.findall(rf"`((?:{sections})\.\w+)", difference)) <= rows.keys()
+
+
+def test_the_migration_page_names_no_key_twice() -> None:
+    keys = [key for row in MIGRATION for key in re.findall(r"`([\w.]+)`", row[0])]
+    assert len(keys) == len(set(keys)) > 60
+
+
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "configs/README.md"]
 
 
