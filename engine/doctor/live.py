@@ -113,7 +113,7 @@ async def _update(generator: Generator, trainer: TorchTrainer) -> None:
             if parameter.dim() > 1:  # a random model's logits are all alike: these differ by nats
                 parameter.mul_(6.0)
     await generator.interrupt()
-    await LocalRoute(generator, trainer.model, torch.float32, TrainingThread().call).publish(1)
+    await LocalRoute(generator, trainer, torch.float32, TrainingThread().call).publish(1)
     await generator.resume()
 
 
@@ -123,7 +123,7 @@ def _difference(trainer: TorchTrainer, request: SegmentRequest, segment: Segment
     token_ids = np.concatenate([request.token_ids, segment.token_ids])
     positions, bounds = np.arange(total, dtype=np.int32), np.asarray([0, total], np.int32)
     micro_batch = MicroBatch(token_ids=token_ids, position_ids=positions, cu_seqlens=bounds, trainable=trainable,
-                             logprobs=zeros, advantages=zeros)
+                             logprobs=zeros, advantages=zeros, weights=zeros, staleness=positions)
     return float(np.abs(trainer.logprobs(micro_batch, request.temperature)[trainable] - segment.logprobs).max())
 
 
