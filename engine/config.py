@@ -228,7 +228,7 @@ class Config(Section, frozen=True, kw_only=True):
 # Key -> the values that work today. Everything else the schema allows is refused as not built yet.
 NOT_BUILT: dict[str, tuple[object, ...]] = {
     "run.resume": ("never",),
-    "model.path": ("not petri",),
+
     "generate.tensor_parallel": (1,),
     "generate.data_parallel": (1,),
     "generate.kv_cache_dtype": ("auto",),
@@ -427,6 +427,7 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError("train.warmup_steps", value=config.train.warmup_steps,
                           limit=f"is more than run.steps = {config.run.steps}", remedy="lower it")
     _refuse_breaker(config.algorithm.breaker)
+    _refuse_chats_elsewhere(config)
     if (config.algorithm.kl.get("to") == "reference") != bool(config.model.reference):
         raise ConfigError("model.reference", value=config.model.reference,
                           limit="goes with algorithm.kl = { to = 'reference', ... }", remedy="set both or neither")
@@ -439,6 +440,19 @@ def _refuse_contradictions(config: Config) -> None:
             raise ConfigError(f"tasks.{index}.name", value=label, limit="another task has that name",
                               remedy="give each [[tasks]] entry its own name; for reasoning_gym, put the family in "
                                      "params.family")
+
+
+def _refuse_chats_elsewhere(config: Config) -> None:
+    """Chats are for supervised steps, and supervised steps for chats alone."""
+    supervised = config.algorithm.preset == "ce"
+    for index, task in enumerate(config.tasks):
+        if (task.env == "chats") != supervised:
+            raise ConfigError(f"tasks.{index}.env", value=task.env,
+                              limit=f"does not go with algorithm.preset = {config.algorithm.preset!r}",
+                              remedy="env = 'chats' and preset = 'ce' belong together")
+        if supervised and task.held_out:
+            raise ConfigError(f"tasks.{index}.held_out", value=task.held_out, limit="supervised steps evaluate nothing",
+                              remedy="remove it; hold questions out in the run that follows")
 
 
 def _refuse_breaker(breaker: dict[str, float]) -> None:
@@ -467,11 +481,11 @@ def _require_files(config: Config) -> None:
         raise MissingError(f"model.chat_template = {template!r}: no such file",
                            remedy="name a .jinja file, or leave it empty for the tokenizer's own template")
     for index, task in enumerate(config.tasks):
-        if task.env != "jsonl":
+        if task.env not in ("jsonl", "chats"):
             continue
         file = task.params.get("path")
         if not isinstance(file, str):
-            raise ConfigError(f"tasks.{index}.params.path", value=file, limit="is required for env = 'jsonl'",
+            raise ConfigError(f"tasks.{index}.params.path", value=file, limit=f"is required for env = {task.env!r}",
                               remedy="name a file of one {messages, answer} object per line")
         if not Path(file).expanduser().is_file():
             raise MissingError(f"tasks.{index}.params.path = {file!r}: no such file", remedy="check the path")

@@ -30,6 +30,7 @@ from engine.observe.terminal import Terminal, open_terminal
 from engine.protocols import Generator, Scorer, WeightRoute
 from engine.rollout.chat import Chat, open_chat
 from engine.rollout.drive import Driver
+from engine.supervised import supervise
 from engine.tasks.source import TaskSource
 from engine.timeslice import TimeSlice
 from engine.train.model import end_token_ids, materialise
@@ -107,8 +108,8 @@ def create_run_folder(config: Config, config_name: str) -> Path:
 
 
 def build_generator(config: Config, model_folder: Path, folder: Path, terminal: Terminal) -> Generator:
-    """The generator of `generate.backend`, not opened yet."""
-    match config.generate.backend:
+    """The generator of `generate.backend`, not opened yet; supervised steps need none, and get the fake."""
+    match "fake" if config.algorithm.preset == "ce" else config.generate.backend:
         case "vllm":
             log_file = folder / "engine.log"
             terminal.status(f"starting vLLM (its log: {log_file})")
@@ -197,6 +198,8 @@ class Host:
         if self._config.evals.every:
             await self._evaluate(0)
         self._recorder.start()
+        if self._config.algorithm.preset == "ce":
+            return await supervise(run, self._chat)
         return 0 if run.stop.is_set() else await run_stages(run)
 
     def _build_trainer(self) -> TorchTrainer:

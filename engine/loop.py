@@ -25,6 +25,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from engine.admission import Admission
+from engine.algorithms.health import verdicts
 from engine.channel import Channel
 from engine.clock import within
 from engine.config import Config
@@ -100,7 +101,7 @@ async def admit(run: Run) -> None:
             sampling=sampling,
             served_version=run.driver.served_version,
         )
-        run.recorder.leased()
+        run.recorder.leased(lease.task.env)
         reason = run.driver.refusal(lease.task)
         if not reason:
             refused_in_a_row = 0
@@ -185,6 +186,7 @@ async def train(run: Run) -> int:
         await run.admission.published()
         left = sorted([*fates, *run.rejected], key=lambda group: group.lease.order)
         run.rejected.clear()
+        run.recorder.judged(step, verdicts(result.metrics))
         run.recorder.step(
             step, version_before, run.trainer.version, left, batch, result, timings, generator_busy_s
         )

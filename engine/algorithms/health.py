@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 Verdict = Literal["healthy", "watch", "bad"]
@@ -23,6 +24,12 @@ BANDS: dict[str, Band] = {
     "mismatch/prob_diff": Band(0.005, 0.01),
     "rule/fraction": Band(0.2, 0.5),
 }
+
+
+def verdicts(metrics: Mapping[str, float | None]) -> dict[str, Verdict]:
+    """The verdict on every metric that has a band and a value."""
+    known = {name: value for name, value in metrics.items() if name in BANDS and value is not None}
+    return {name: word for name, value in known.items() if (word := verdict(name, value)) is not None}
 
 
 def verdict(name: str, value: float) -> Verdict | None:

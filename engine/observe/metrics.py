@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import zstandard
 
-from engine.types import Group, Rollout, decode_array, encode_array
+from engine.types import Group, Outcome, Rollout, decode_array, encode_array
 
 Value = float | int | str | None
 Row = Mapping[str, Value]
@@ -84,9 +84,15 @@ KEYS: tuple[Key, ...] = (
 FAMILIES: tuple[Key, ...] = (
     Key("reward/<env>", "reward", "reward/mean of one env"),
     Key("share/<env>", "share", "of the trained groups, those of one env"),
+    Key("ledger/<env>/<fate>", "groups", "the bias ledger: leased, completed, trained, zero_signal, stale, rejected, "
+                                         "timed_out, as groups/... counts them"),
+    Key("ledger/<env>/length_<of>", "tokens", "length/leased and length/trained of one env"),
     Key("memory/...", "GiB", "memory/host_peak: the most that the host process ever held"),
     Key("eval/<suite>/<task>", "score", "an evaluation's result, in the row of the version that it judged"),
 )
+
+LEFT_AS: tuple[Outcome, ...] = ("trained", "zero_signal", "stale", "rejected", "timed_out")
+"""How a group can leave the buffer."""
 
 _FIXED = tuple(key.name for key in KEYS)
 _FAMILY_PREFIXES = tuple(family.name.partition("/")[0] + "/" for family in FAMILIES)
@@ -218,22 +224,18 @@ def group_metrics(left: Sequence[Group], *, version_before: int, envs: Sequence[
         raise ValueError("a group without a fate has not left the buffer")
     if taken := [env for env in envs if f"reward/{env}" in _FIXED]:
         raise ValueError(f"env {taken[0]!r} would hide the metric reward/{taken[0]}")
-    trained = [group for group in left if group.outcome == "trained"]
     everyone = [member for group in left for member in _members(group)]
     scored = _rewards(everyone)
-    learned_from = [member for group in trained for member in _members(group) if member.reward is not None]
-    staleness = [version_before - group.oldest_version() for group in trained]
+    learned_from = _learned_from(left)
+    staleness = [version_before - group.oldest_version() for group in left if group.outcome == "trained"]
+    by_env = {env: [group for group in left if group.lease.task.env == env] for env in envs}
     return {
         "reward/mean": _mean(scored),
         "reward/trained": _mean(_rewards(learned_from)),
         "reward/std": float(np.std(scored)) if scored else None,
         "reward/timeouts": sum(member.timed_out for member in everyone),
-        "groups/completed": sum(bool(group.rollouts) and group.outcome != "timed_out" for group in left),
-        "groups/trained": len(trained),
-        "groups/zero_signal": fates["zero_signal"],
-        "groups/stale": fates["stale"],
-        "groups/rejected": fates["rejected"],
-        "groups/timed_out": fates["timed_out"],
+        "groups/completed": _completed(left),
+        **{f"groups/{fate}": fates[fate] for fate in LEFT_AS},
         "tokens/generated": sum(member.length for member in everyone),
         "tokens/trained": sum(member.length for member in learned_from),
         "length/leased": _mean([member.length for member in everyone]),
@@ -241,18 +243,36 @@ def group_metrics(left: Sequence[Group], *, version_before: int, envs: Sequence[
         "length/truncated": _mean([member.truncated for member in everyone]),
         "staleness/mean": _mean(staleness),
         "staleness/max": max(staleness, default=None),
-        **_env_metrics(left, trained, envs),
+        **{
+            key: value
+            for env, groups in by_env.items()
+            for key, value in _env_metrics(groups, fates["trained"], env).items()
+        },
     }
 
 
-def _env_metrics(left: Sequence[Group], trained: Sequence[Group], envs: Sequence[str]) -> dict[str, Value]:
-    rewards: dict[str, list[float]] = {env: [] for env in envs}
-    for group in left:
-        rewards[group.lease.task.env].extend(_rewards(_members(group)))
-    groups = Counter(group.lease.task.env for group in trained)
-    means = {f"reward/{env}": _mean(rewards[env]) for env in envs}
-    shares = {f"share/{env}": groups[env] / len(trained) if trained else None for env in envs}
-    return {**means, **shares}
+def _env_metrics(left: Sequence[Group], num_trained: int, env: str) -> dict[str, Value]:
+    """One env's reward, share and line of the bias ledger, from its groups; but for how many were leased."""
+    fates = Counter(group.outcome for group in left)
+    everyone = [member for group in left for member in _members(group)]
+    learned_from = _learned_from(left)
+    return {
+        f"reward/{env}": _mean(_rewards(everyone)),
+        f"share/{env}": fates["trained"] / num_trained if num_trained else None,
+        f"ledger/{env}/completed": _completed(left),
+        **{f"ledger/{env}/{fate}": fates[fate] for fate in LEFT_AS},
+        f"ledger/{env}/length_leased": _mean([member.length for member in everyone]),
+        f"ledger/{env}/length_trained": _mean([member.length for member in learned_from]),
+    }
+
+
+def _completed(left: Sequence[Group]) -> int:
+    return sum(bool(group.rollouts) and group.outcome != "timed_out" for group in left)
+
+
+def _learned_from(left: Sequence[Group]) -> list[_Member]:
+    trained = (group for group in left if group.outcome == "trained")
+    return [member for group in trained for member in _members(group) if member.reward is not None]
 
 
 def _mean(values: Sequence[float]) -> float | None:

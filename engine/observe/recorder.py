@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +58,8 @@ class Recorder:
         self._num_samples = samples
         self._micro_batch_tokens = micro_batch_tokens
         self._started = self._last_row = time.monotonic()
-        self._leased = 0
+        self._leased: Counter[str] = Counter()
+        self._verdicts: Mapping[str, str] = {}
         self._lags_ms: list[float] = []
         self._evaluation: dict[str, Value] = {}
 
@@ -65,9 +67,18 @@ class Recorder:
         """The first admission is about to happen: step times count from here."""
         self._last_row = time.monotonic()
 
-    def leased(self) -> None:
+    def leased(self, env: str) -> None:
         """A group was admitted."""
-        self._leased += 1
+        self._leased[env] += 1
+
+    def judged(self, step: int, verdicts: Mapping[str, str]) -> None:
+        """What the step's mismatch metrics mean: an event when that changes, and a line when one turns bad."""
+        changed = {name: word for name, word in verdicts.items() if self._verdicts.get(name, "healthy") != word}
+        if changed:
+            self.events.write("health", step=step, **changed)
+        for name in (name for name, word in changed.items() if word == "bad"):
+            self._terminal.note(f"step {step}: {name} is bad (docs/algorithms.md says what that means)")
+        self._verdicts = {**self._verdicts, **verdicts}
 
     def published(self, version: Version) -> None:
         """The engines serve this version."""
@@ -108,7 +119,7 @@ class Recorder:
                 "version": version,
                 "skipped": result.skipped or None,
                 "time_s": now - self._started,
-                "groups/leased": self._leased,
+                "groups/leased": self._leased.total(),
                 "pack/efficiency": self._pack_efficiency(batch),
                 "time/step": elapsed,
                 "busy/generator": min(1.0, generator_busy_s / elapsed),
@@ -116,9 +127,10 @@ class Recorder:
                 "loop/lag_p99_ms": float(np.percentile(self._lags_ms, 99)) if self._lags_ms else None,
                 "memory/host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             }
+            | {f"ledger/{env}/leased": self._leased[env] for env in self._envs}
             | {f"time/{name}": timings.get(name) for name in ("wait_rollouts", "train", "publish", "switch", "eval")}
         )
-        self._leased = 0
+        self._leased.clear()
         self._lags_ms.clear()
         self._evaluation.clear()
         self.rows.append(row)

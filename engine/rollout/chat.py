@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from engine.config import Config
 from engine.errors import ConfigError, DataError, MissingError
-from engine.types import Int32, Message, Task
+from engine.types import Int32, Message, Rollout, Task
 
 # Noncharacters: they stand in no text, and no template strips them.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -82,27 +82,58 @@ class Chat:
         """Why no rollout of the task can be made, or empty: "prompt has 600 tokens, 512 fit"."""
         return self._too_long(self._prompt(task))
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """The prompt as text.
+    def conversation(self, task: Task) -> Rollout:
+        """A chat that ends with the assistant's turn, as if sampled: trainable is what the assistant says in any of its
+        turns, the token that ends the turn included.
+
+        Raises:
+            DataError: the template refuses the messages, tells an earlier turn otherwise once another follows, or ends
+                a turn without the tokenizer's EOS.
+        """
+        ids = self._ids(task, task.messages, answering=False)
+        said = np.zeros(len(ids), np.bool_)
+        end = 0
+        for index, message in enumerate(task.messages):
+            if message.role != "assistant":
+                continue
+            before = self._ids(task, task.messages[:index], answering=True)
+            if ids[: len(before)] != before or self._tokenizer.eos_token_id not in ids[len(before) :]:
+                raise DataError(
+                    f"task {task.task_id}: message {index + 1} is nothing that the model could have said: the chat "
+                    "template tells what stands before it otherwise, or does not end it with the tokenizer's EOS",
+                    remedy="name another template with model.chat_template, or leave earlier turns out",
+                )
+            end = ids.index(self._tokenizer.eos_token_id, len(before)) + 1
+            said[len(before) : end] = True
+        return Rollout(
+            token_ids=np.asarray(ids[:end], np.int32), trainable=said[:end], logprobs=np.zeros(end, np.float32),
+            version_spans=(), stop_reason="stop", env=task.env, lease_id=task.task_id, index_in_group=0, seed=task.seed,
+        )
+
+    def render(self, messages: Sequence[Message], *, answering: bool = True) -> str:
+        """The chat as text, up to where the assistant begins its turn if it is `answering`.
 
         Raises:
             TemplateError: the template refuses the messages.
         """
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=answering, tokenize=False)
 
     def _prompt(self, task: Task) -> list[int]:
+        return self._ids(task, task.messages, answering=True)
+
+    def _ids(self, task: Task, messages: Sequence[Message], *, answering: bool) -> list[int]:
         try:
-            if not any(self._spelled.search(message.content) for message in task.messages):
-                return self._tokenizer.encode(self.render(task.messages), add_special_tokens=False)
-            return self._prompt_around(task.messages)
+            if not any(self._spelled.search(message.content) for message in messages):
+                return self._tokenizer.encode(self.render(messages, answering=answering), add_special_tokens=False)
+            return self._ids_around(messages, answering)
         except TemplateError as error:
             raise DataError(
                 f"task {task.task_id}: the chat template refuses its messages: {error}",
                 remedy="mend the messages, or name another template with model.chat_template",
             ) from error
 
-    def _prompt_around(self, messages: Sequence[Message]) -> list[int]:
+    def _ids_around(self, messages: Sequence[Message], answering: bool) -> list[int]:
         """The template is rendered with a mark for every control token that the text spells; what stands between the
         marks is encoded as always, and the spelled token without its meaning."""
         # A hash of the contents stands in none of them.
@@ -112,8 +143,9 @@ class Chat:
             Message(message.role, self._spelled.sub(lambda at: f"{mark}{numbers[at[0]]}{_CLOSE}", message.content))
             for message in messages
         ]
+        rendered = self.render(marked, answering=answering)
         ids: list[int] = []
-        for place, piece in enumerate(re.split(f"{mark}(\\d+){_CLOSE}", self.render(marked))):
+        for place, piece in enumerate(re.split(f"{mark}(\\d+){_CLOSE}", rendered)):
             text, spelled = (self._control[int(piece)], True) if place % 2 else (piece, False)
             ids += self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=spelled)
         return ids

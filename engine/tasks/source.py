@@ -12,6 +12,7 @@ import msgspec
 from engine.config import TaskSection
 from engine.errors import ConfigError, DataError
 from engine.seeds import derive_seed
+from engine.tasks.chats import Chats
 from engine.tasks.hub import Hub
 from engine.tasks.jsonl import JsonLines
 from engine.tasks.question import Environment, Question
@@ -121,6 +122,8 @@ def _environment(section: TaskSection, path: str) -> Environment:
             return ReasoningGym(section, path)
         case "jsonl":
             return JsonLines(section, path)
+        case "chats":
+            return Chats(section, path)
         case "hub":
             return Hub(section, path)
         case _:

@@ -38,6 +38,11 @@ def materialise(path: str) -> Path:
             return _cached(path, _build_smollm2)
         case "tiny-random":
             return _cached(path, build_tiny)
+        case "petri":
+            # Late: it trains, and the trainer loads models with this module.
+            from engine.train.petri import build_petri
+
+            return _cached(path, build_petri)
         case _ if is_hub_id(path):
             return _from_hub(path)
         case _:
@@ -112,7 +117,7 @@ _TINY_TEMPLATE = (
 
 def build_tiny(folder: Path, *, tied: bool = True, seed: int = 0) -> None:
     """A random two-layer Llama with a byte-level tokenizer, for tests and the smoke run."""
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     vocabulary = tokenizer.get_vocab()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -134,7 +139,7 @@ def build_tiny(folder: Path, *, tied: bool = True, seed: int = 0) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

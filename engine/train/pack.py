@@ -64,6 +64,12 @@ def build_batch(groups: Sequence[Group], packing: Packing, *, version: int) -> t
     return pack(judged, packing, version=version), fates
 
 
+def supervised_batch(chats: Sequence[Rollout], packing: Packing) -> Batch:
+    """One step on what somebody else has said: every advantage is 1, and a chat is a prompt of its own."""
+    weights = _weights([[(chat, 1.0)] for chat in chats], packing, len(chats))
+    return pack([Judged(chat, 1.0, weight) for chat, (weight,) in zip(chats, weights, strict=True)], packing, version=0)
+
+
 def pack(sequences: Sequence[Judged], packing: Packing, *, version: int) -> Batch:
     """Sequences divided over ranks by their estimated work, then cut into micro-batches, as many for each rank."""
     ranks = [_split(part, packing.micro_batch_tokens) for part in _divide(sequences, packing.ranks)]

@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 import zmq
 import zmq.asyncio
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from engine.config import Config
 from engine.errors import StalledError, TrainingError
@@ -90,18 +92,18 @@ class World(msgspec.Struct, frozen=True):
         return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
 
 
-def _store(world: World, limit_s: float) -> dist.Store:
+def _store(world: World, limit_s: float) -> Store:
     """The key-value store at torchrun's MASTER_ADDR and MASTER_PORT."""
-    found = dist.rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=limit_s))
+    found = rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=limit_s))
     store, _, _ = next(iter(found))
-    return dist.PrefixStore("farfield", store)
+    return PrefixStore("farfield", store)
 
 
-def _join_trainers(store: dist.Store, rank: int, ranks: int, limit_s: float) -> None:
+def _join_trainers(store: Store, rank: int, ranks: int, limit_s: float) -> None:
     """The default process group, of the trainer ranks alone."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        backend, store=dist.PrefixStore("trainers", store), rank=rank, world_size=ranks,
+        backend, store=PrefixStore("trainers", store), rank=rank, world_size=ranks,
         timeout=timedelta(seconds=limit_s),
     )
 
@@ -167,7 +169,7 @@ class Learner:
     def _await_hellos(self) -> None:
         missing = set(self._others)
         while missing:
-            if not self._commands.poll(1000 * self._limit_s):
+            if not self._commands.poll(int(1000 * self._limit_s)):
                 names = ", ".join(sorted(identity.decode() for identity in missing))
                 raise StalledError(f"trainer rank {names} did not report within {self._limit_s} s",
                                    remedy="look at its output, or raise run.stage_timeout_s")
@@ -200,12 +202,12 @@ def serve_rank(world: World) -> int:
         failures.connect(f"ipc://{folder}/failures")
         failures.send(msgspec.msgpack.encode(Failed(rank=world.rank, traceback=traceback.format_exc())))
         # Until the learner has heard it: the others' connections to this rank break when it leaves.
-        if commands.poll(1000 * _FAREWELL_S):
+        if commands.poll(int(1000 * _FAREWELL_S)):
             commands.recv()
         return 1
 
 
-def _obey(commands: zmq.Socket[bytes], store: dist.Store, world: World) -> None:
+def _obey(commands: zmq.Socket[bytes], store: Store, world: World) -> None:
     trainer: TorchTrainer | None = None
     while True:
         match _decoder.decode(commands.recv()):

@@ -75,7 +75,7 @@ class Bench:
         from engine.host import Host
         from engine.observe.terminal import SilentTerminal
         from engine.reward.pool import ScoringPool
-        from engine.rollout.chat import Chat
+        from engine.rollout.chat import open_chat
         from engine.tasks.source import TaskSource
         from evals.held_out import evaluate
 
@@ -83,8 +83,8 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         config = load(CONFIG, [*self._overrides, *changes, f"run.seed={seed}"])
-        scorer = ScoringPool(config.tasks, config.reward)
-        chat = Chat(self._model_folder, config.generate.max_model_len - config.generate.max_new_tokens)
+        scorer = ScoringPool(config.tasks, config.reward, config.generate.max_new_tokens)
+        chat = open_chat(config, self._model_folder)
         host = Host(config, folder, self._model_folder, self.generator, chat, TaskSource(config.tasks, seed), scorer,
                     SilentTerminal(), evaluate)
         started = clock.now()

@@ -66,7 +66,10 @@ def group(outcome: Outcome, *rollouts: Rollout, env: str = "sums") -> Group:
 
 def test_keys_are_the_designs_in_its_order() -> None:
     assert [key.name for key in KEYS] == DESIGN_KEYS
-    assert [family.name for family in FAMILIES] == ["reward/<env>", "share/<env>", "memory/...", "eval/<suite>/<task>"]
+    assert [family.name for family in FAMILIES] == [
+        "reward/<env>", "share/<env>", "ledger/<env>/<fate>", "ledger/<env>/length_<of>", "memory/...",
+        "eval/<suite>/<task>",
+    ]  # fmt: skip
 
 
 def test_a_row_has_every_key_in_order_and_null_for_what_is_not_finite(tmp_path: Path) -> None:
@@ -146,6 +149,14 @@ def test_dropped_groups_count_before_selection_only() -> None:
         "staleness/max": 0,
         "reward/sums": 0.5,
         "share/sums": 1.0,
+        "ledger/sums/completed": 4,
+        "ledger/sums/trained": 1,
+        "ledger/sums/zero_signal": 1,
+        "ledger/sums/stale": 1,
+        "ledger/sums/rejected": 2,
+        "ledger/sums/timed_out": 1,
+        "ledger/sums/length_leased": 3.75,
+        "ledger/sums/length_trained": 3.0,
     }
 
 
@@ -186,7 +197,9 @@ def test_nothing_left_is_null_where_there_is_no_mean() -> None:
     counts = {name for name, value in row.items() if value == 0}
     nulls = {name for name, value in row.items() if value is None}
     assert counts == {"reward/timeouts", "tokens/generated", "tokens/trained"} | {
-        f"groups/{fate}" for fate in ("completed", "trained", "zero_signal", "stale", "rejected", "timed_out")
+        f"{place}/{fate}"
+        for place in ("groups", "ledger/sums")
+        for fate in ("completed", "trained", "zero_signal", "stale", "rejected", "timed_out")
     }
     assert nulls == set(row) - counts
     complete_row(row)

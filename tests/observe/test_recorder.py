@@ -58,6 +58,10 @@ def recorder(folder: Path, terminal: SilentTerminal | None = None, count: int = 
     )  # fmt: skip
 
 
+LEDGER = ("/leased", "/completed", "/trained", "/zero_signal", "/stale", "/rejected", "/timed_out", "/length_leased",
+          "/length_trained")
+
+
 def consumed() -> list[Group]:
     """One group to train on, 4 and 3 tokens long with 2 and 1 sampled, of versions 3 and 4; one without signal."""
     return [
@@ -85,16 +89,20 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
     book = recorder(tmp_path)
     clock.now_s += 60.0  # loading, an evaluation
     book.start()
-    for _ in range(3):
-        book.leased()
+    for env in ("sums", "sums", "words"):
+        book.leased(env)
     write(book, clock, metrics={"loss": 0.25, "grad_norm": 2.0, "lr": 1e-5, "mismatch/k1": -0.125})
     book.close()
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     row = json.loads(line)
     assert row == book.rows[0]
-    assert set(row) == {key.name for key in KEYS} | {
-        "reward/sums", "reward/words", "share/sums", "share/words", "memory/host_peak"
-    }  # fmt: skip
+    of_envs = {
+        f"{family}/{env}{what}"
+        for env in ("sums", "words")
+        for family, ends in {"reward": [""], "share": [""], "ledger": LEDGER}.items()
+        for what in ends
+    }
+    assert set(row) == {key.name for key in KEYS} | of_envs | {"memory/host_peak"}
     expected = {
         "step": 1, "version": 5, "skipped": None, "time_s": 70.0,
         "reward/mean": 0.5,  # 1, 0, .5, .5
@@ -111,6 +119,8 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
         "time/step": 10.0, "time/wait_rollouts": 2.0, "time/train": 4.0, "time/publish": 1.0, "time/switch": 0.5,
         "time/eval": 0.0,
         "busy/generator": 0.25, "busy/trainer": 0.4,
+        "ledger/sums/leased": 2, "ledger/words/leased": 1, "ledger/sums/trained": 1, "ledger/sums/zero_signal": 1,
+        "ledger/sums/length_leased": 1.75, "ledger/sums/length_trained": 1.5, "ledger/words/completed": 0,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == expected
     assert row["memory/host_peak"] > 0
@@ -118,16 +128,17 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
     assert {name for name, value in row.items() if value is None} == {
         "skipped", "reward/words", "entropy", "kl/ref", "mismatch/k3", "mismatch/ess", "mismatch/chi2",
         "mismatch/prob_diff", "mismatch/ratio_mean", "rule/fraction", "time/wait_stale", "loop/lag_p99_ms",
+        "ledger/words/length_leased", "ledger/words/length_trained",
     }  # fmt: skip
 
 
 def test_a_row_counts_from_the_one_before(tmp_path: Path, clock: Clock) -> None:
     book = recorder(tmp_path)
-    book.leased()
+    book.leased("sums")
     book.evaluated({"eval/held_out/sums": 0.5})
     write(book, clock)
-    book.leased()
-    book.leased()
+    book.leased("sums")
+    book.leased("sums")
     clock.now_s += 5.0
     write(book, clock, step=2)
     book.close()
@@ -224,3 +235,15 @@ def test_timings_add_up(clock: Clock) -> None:
     timings.add("train", 0.25)
     assert timings.get("train") == 3.75
     assert timings.get("publish") == 0.0
+
+
+def test_a_verdict_is_told_when_it_changes(tmp_path: Path, clock: Clock) -> None:
+    terminal = Watching()
+    book = recorder(tmp_path, terminal)
+    for step, word in enumerate(("healthy", "bad", "bad", "watch", "healthy"), start=1):
+        book.judged(step, {"mismatch/k1": word, "mismatch/ess": "healthy"})
+    book.close()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [(event["step"], event["mismatch/k1"]) for event in events] == [(2, "bad"), (4, "watch"), (5, "healthy")]
+    assert all("mismatch/ess" not in event for event in events)
+    assert [note.partition(" (")[0] for note in terminal.notes] == ["step 2: mismatch/k1 is bad"]

@@ -15,7 +15,7 @@ FOUNDATIONS = {
     "seeds", "gym",
 }  # fmt: skip
 STAGES = {"tasks", "generate", "reward", "rollout", "algorithms", "train", "weights", "trust"}
-TOP = {"loop", "host", "timeslice", "preview", "doctor"}
+TOP = {"loop", "host", "timeslice", "preview", "supervised", "doctor"}
 BESIDE_ITSELF = {
     **dict.fromkeys(FOUNDATIONS | STAGES | {"admission"}, FOUNDATIONS),
     "train": FOUNDATIONS | {"algorithms"},

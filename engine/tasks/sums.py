@@ -1,0 +1,31 @@
+"""Sums of two small numbers, "12+34=": what the petri dish grows on. Also an example of an environment of one's own."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from engine.config import TaskSection
+from engine.seeds import derive_seed
+from engine.tasks.question import Question
+from engine.types import Message
+
+
+class Sums:
+    """Numbers from 0 to `params.largest`, 40 unless it says otherwise."""
+
+    def __init__(self, section: TaskSection) -> None:
+        self._seed = section.seed
+        self._largest: int = section.params.get("largest", 40)
+
+    def train(self, index: int) -> Question:
+        return self._sum("train", index)
+
+    def candidates(self) -> Iterator[Question]:
+        return (self._sum("held_out", index) for index in itertools.count())
+
+    def _sum(self, use: str, index: int) -> Question:
+        draws = random.Random(derive_seed(use, self._seed, index))
+        left, right = draws.randint(0, self._largest), draws.randint(0, self._largest)
+        return Question((Message("user", f"{left}+{right}="),), {"answer": str(left + right)})
