@@ -35,9 +35,10 @@ def prepare() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Counters sent home by vLLM have no place in a training run.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if os.environ.get("OMP_NUM_THREADS") == "1" and os.environ.get("LOCAL_WORLD_SIZE") == "1":
-        # torchrun means well for many ranks on a host; a single one should use every core.
-        del os.environ["OMP_NUM_THREADS"]
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    if os.environ.get("OMP_NUM_THREADS") == "1" and ranks is not None:
+        # torchrun gives every rank one thread, however many cores there are.
+        os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // int(ranks)))
     _keep_freed_memory()
 
 

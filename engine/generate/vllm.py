@@ -35,7 +35,8 @@ _ENDED: dict[str, Literal["stop", "length", "interrupted"]] = {
 
 
 def engine_args(
-    folder: Path, generate: GenerateSection, dtype: Dtype, seed: int, worker_extension: str = ""
+    folder: Path, generate: GenerateSection, dtype: Dtype, seed: int, *, head_in_float32: bool = False,
+    worker_extension: str = "",
 ) -> AsyncEngineArgs:
     """Every setting that shapes sampling is explicit; nothing comes from the model's generation_config.json."""
     on_gpu = torch.cuda.is_available()
@@ -51,6 +52,7 @@ def engine_args(
         kv_cache_memory_bytes=int(generate.kv_cache_gib * _GIB),
         weight_transfer_config=WeightTransferConfig(backend="ipc" if on_gpu else SHARED_MEMORY_BACKEND),
         disable_log_stats=True,
+        hf_overrides={"head_dtype": "float32"} if head_in_float32 else {},
         worker_extension_cls=worker_extension,
         **({} if on_gpu else _cpu_args(generate)),
     )
@@ -77,14 +79,18 @@ class VllmGenerator:
 
     def __init__(
         self, folder: Path, generate: GenerateSection, *, dtype: Dtype, seed: int, end_token_ids: Sequence[int],
-        log_file: Path, worker_extension: str = "",
+        log_file: Path, head_in_float32: bool = False, worker_extension: str = "",
     ) -> None:
         self._end_token_ids = list(end_token_ids)
         self._open = 0
         self._served_version = 0
         register_weight_transfer()
         try:
-            self.llm = AsyncLLM.from_engine_args(engine_args(folder, generate, dtype, seed, worker_extension))
+            self.llm = AsyncLLM.from_engine_args(
+                engine_args(
+                    folder, generate, dtype, seed, head_in_float32=head_in_float32, worker_extension=worker_extension
+                )
+            )
         except (RuntimeError, ValueError) as error:
             raise MissingError(f"vLLM did not start: {error}", remedy=f"the engine's own log is {log_file}") from error
 

@@ -161,8 +161,9 @@ class Learner:
 
     def close(self) -> None:
         """Tell every rank to leave. One that sits in a collective leaves when it misses this process."""
-        with contextlib.suppress(zmq.ZMQError):
-            self._tell(self._others, Stop())
+        for identity in self._others:
+            with contextlib.suppress(zmq.ZMQError):  # it never came, or has left
+                self._tell([identity], Stop())
         self._context.destroy(linger=1000)
         shutil.rmtree(self._folder, ignore_errors=True)
 

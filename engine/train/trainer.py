@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -187,6 +187,16 @@ class TorchTrainer:
         result_N = torch.zeros(len(micro_batch.token_ids))
         result_N[one.positions_T.cpu()] = self._logprobs(self._policy, one, temperature).cpu()
         return result_N.numpy()
+
+    def move(self, device: torch.device, what: Literal["optimizer", "all"]) -> None:
+        """Optimizer state, or parameters too, to `device`: off it while the generator has it, and back before the next
+        step. This rank's shards only."""
+        if what == "all":
+            for policy in filter(None, (self._policy, self._reference)):
+                policy.to(device)
+        for state in self._optimizer.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device)
 
     def save(self, folder: Path) -> None:
         """See `protocols.Trainer.save`. Weights are written in `model.dtype`."""

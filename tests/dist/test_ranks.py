@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -138,16 +139,41 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(
     assert other.exitcode == 1
 
 
+def test_a_signal_ends_the_step_and_saves_with_every_rank(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start_endless(tmp_path)
+    try:
+        children = until_rows(folder, 3, process)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+    steps = len(rows(folder))
+    assert f"stopped after {steps} steps" in output
+    assert (folder / "checkpoints/latest").resolve().name == f"step-{steps:06d}"
+    assert not psutil.wait_procs(children, timeout=10)[1]
+
+
+def start_endless(parent: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "launch.py", "--config",
+               "configs/smoke.toml", f"run.dir={parent}", "run.name=run", *OVERRIDES, "observe.terminal=plain",
+               "generate.backend=fake", "run.steps=100000"]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def until_rows(folder: Path, count: int, process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait until the run has made `count` steps; returns its processes."""
+    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < count:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    return psutil.Process(process.pid).children(recursive=True)
+
+
 def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "launch.py", "--config",
-               "configs/smoke.toml", f"run.dir={tmp_path}", "run.name=run", *OVERRIDES, "generate.backend=fake",
-               "run.steps=100000"]
-    process = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = start_endless(tmp_path)
     try:
-        while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 3:
-            assert process.poll() is None, process.communicate()[0]
-        children = psutil.Process(process.pid).children(recursive=True)
+        children = until_rows(folder, 3, process)
         rank = next(child for child in children if child.environ().get("RANK") == "1")
         rank.send_signal(signal.SIGKILL)
         output = process.communicate(timeout=60)[0]

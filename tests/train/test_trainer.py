@@ -308,3 +308,20 @@ def test_a_model_that_does_more_than_the_step_is_refused(setting: str, value: An
         setattr(model.config, setting, value)
     with pytest.raises(MissingError, match=setting):
         _require_supported(model, 64)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "all"])
+def test_what_was_moved_away_and_back_trains_on_as_if_it_had_stayed(tiny_folder: Path, what: Any) -> None:
+    """On a CPU there is nowhere else to go but `meta`, which has no memory: there one sees what would have moved."""
+    stayed, moved = trainer(tiny_folder), trainer(tiny_folder)
+    for of in (stayed, moved):
+        of.step(batch_of(groups()))
+    moved.move(torch.device("cpu"), what)
+    for of in (stayed, moved):
+        of.step(batch_of(groups()))
+    for name, tensor in weights(stayed).items():
+        assert torch.equal(weights(moved)[name], tensor)
+    moved.move(torch.device("meta"), what)
+    states = [value for state in moved._optimizer.state.values() for value in state.values()]
+    assert {value.device.type for value in states} == {"meta"}
+    assert {parameter.device.type for parameter in moved.model.parameters()} == ({"meta"} if what == "all" else {"cpu"})
