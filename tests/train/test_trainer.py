@@ -7,20 +7,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hand_made import config, group, packing, rollout
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
-from engine.algorithms.loss import MismatchSums
-from engine.config import TrainSection
+from engine.algorithms.advantage import group_advantages
+from engine.algorithms.loss import (
+    MismatchSums,
+    Statistics,
+    Tokens,
+    budget,
+    log_ratios,
+    policy_loss,
+    sequence_means,
+)
+from engine.algorithms.presets import PRESETS, resolve
+from engine.config import AlgorithmSection, TrainSection
 from engine.errors import MissingError, TrainingError
 from engine.train import head
 from engine.train.model import load_model
 from engine.train.pack import build_batch
 from engine.train.trainer import TorchTrainer, _require_supported, learning_rate
-from engine.types import Batch, Group
+from engine.types import Batch, Group, Rollout
 
 pytestmark = pytest.mark.usefixtures("one_cpu")
 
@@ -325,3 +337,121 @@ def test_what_was_moved_away_and_back_trains_on_as_if_it_had_stayed(tiny_folder:
     states = [value for state in moved._optimizer.state.values() for value in state.values()]
     assert {value.device.type for value in states} == {"meta"}
     assert {parameter.device.type for parameter in moved.model.parameters()} == ({"meta"} if what == "all" else {"cpu"})
+
+
+def one_pass(folder: Path, reference: Path | None, algorithm: dict[str, Any], given: Sequence[Group]) -> Gradient:
+    """The loss on all tokens at once in float64: no chunks, no micro-batches, plain forwards. What `policy_loss` makes
+    of its tokens is tested beside it; here it is what reaches it."""
+    loss = resolve(msgspec.convert(algorithm, AlgorithmSection))
+    plain, other = (
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, attn_implementation="eager")
+        for source in (folder, reference or folder)
+    )
+    members = [member for one in given for member in one.rollouts]
+
+    def of_tokens(array: str) -> torch.Tensor:
+        return torch.cat([torch.tensor(getattr(member, array)[member.trainable].tolist()) for member in members])
+
+    def log_softmax(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, entropies = [], []
+        for member in members:
+            ids, sampled = torch.tensor(member.token_ids.tolist()), torch.tensor(member.trainable.tolist())
+            all_TV = torch.log_softmax(model(input_ids=ids.unsqueeze(0)).logits[0, :-1], -1)[sampled[1:]]
+            chosen.append(all_TV[range(len(all_TV)), ids[sampled]])
+            entropies.append(-(all_TV.exp() * all_TV).sum(-1))
+        return torch.cat(chosen), torch.cat(entropies)
+
+    logprobs_T, entropy_T = log_softmax(plain)
+    lengths = torch.tensor([member.length for member in members])
+    advantages = [value for one in given for value in group_advantages([m.reward for m in one.rollouts], "centered")]
+    tokens = Tokens(
+        logprobs_T=logprobs_T,
+        behaviour_T=of_tokens("logprobs").double(),
+        advantages_T=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
+        staleness_T=torch.full((int(lengths.sum()),), VERSION),
+        entropy_T=entropy_T,
+        reference_T=log_softmax(other)[0].detach() if reference else None,
+    )
+    if loss.needs_statistics:
+        ratio_T, correction_T = (values.detach() for values in log_ratios(tokens, loss))
+        sequence_T = torch.arange(len(lengths)).repeat_interleave(lengths)
+        bound = budget(ratio_T, tokens.advantages_T, loss.high) if loss.rule == "budget" else math.inf
+        means = sequence_means(ratio_T, sequence_T), sequence_means(correction_T, sequence_T)
+        tokens = msgspec.structs.replace(tokens, statistics=Statistics(*means, bound))
+    (policy_loss(tokens, loss)[0].sum() / len(logprobs_T)).backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters()}  # pyright: ignore[reportReturnType]
+
+
+def near(folder: Path, spread: float) -> list[Group]:
+    """`groups` with behaviour log-probs `spread` around the policy's own: some sequences stay in the band of `mis`."""
+    draws = np.random.default_rng(0)
+    policy = trainer(folder)
+
+    def moved(member: Rollout) -> Rollout:
+        (micro,) = batch_of([group(member, replace(member, reward=99.0))]).micro_batches[0]
+        own = policy.logprobs(micro, 1.0)[: len(member.token_ids)]
+        noise = draws.normal(0, spread, len(own)).astype(np.float32)
+        return replace(member, logprobs=np.where(member.trainable, own + noise, np.float32(0)))
+
+    return [replace(one, rollouts=tuple(map(moved, one.rollouts))) for one in groups()]
+
+
+# The version before the step; the hand-made rollouts are of version 0.
+VERSION = 3
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *({"preset": preset} for preset in PRESETS if preset != "ce"),
+        {"level": "sequence"},
+        {"preset": "decoupled_ppo", "correction": "mis"},
+        {"kl": {"to": "reference", "kind": "k3", "coef": 0.5}},
+        {"entropy_coef": 0.1},
+    ],
+    ids=lambda algorithm: "-".join(str(value) for value in algorithm.values()).partition("{")[0] or "kl",
+)
+def test_all_that_a_loss_asks_for_reaches_it(
+    tiny_folder: Path, untied_folder: Path, monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(head, "CHUNK_TOKENS", 5)  # rollouts have 8
+    reference = untied_folder if "kl" in algorithm else None
+    given = near(tiny_folder, 0.05) if "correction" in algorithm else groups()
+    settings = config(algorithm=algorithm | {"advantage": "centered"}, model={"path": "tiny-random"})
+    of = TorchTrainer(settings, tiny_folder, reference_folder=reference)
+    batch, _ = build_batch(given, packing(estimator="centered", micro_batch_tokens=40), version=VERSION)
+    grads, sums = gradient(of, batch)
+    expected = one_pass(tiny_folder, reference, algorithm, given)
+    assert relative_distance({name: grad.double() for name, grad in grads.items()}, expected) < 1e-4
+    assert (sums.metrics("token")["kl/ref"] is None) == (reference is None)
+
+
+def test_a_float32_head_is_exact_under_autocast(tiny_folder: Path) -> None:
+    """The rest of the model computes in bfloat16 all the same: what the head adds to the error is gone."""
+    hidden = torch.randn(6, 64, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    logits = {}
+    for dtype in ("auto", "float32"):
+        of = TorchTrainer(config(model={"path": "tiny-random", "lm_head_dtype": dtype}), tiny_folder)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits[dtype] = of._policy.logits(hidden).detach()
+    weight = of.model.get_output_embeddings().weight.detach().double()
+    exact = hidden.double() @ weight.T
+    assert float((logits["float32"].double() - exact).abs().max()) < 1e-5
+    assert float((logits["auto"].double() - exact).abs().max()) > 1e-3
+
+
+def test_the_breaker_refuses_a_step(tiny_folder: Path) -> None:
+    of = TorchTrainer(config(algorithm={"breaker": {"grad_norm": 1e-3}}), tiny_folder)
+    before = weights(of)
+    result = of.step(batch_of(groups()))
+    assert result.skipped.startswith("breaker: gradient norm")
+    assert unchanged(of, before)
+    assert (of.version, result.metrics["loss"]) == (0, None)
+
+
+def test_ess_scaling_lowers_the_rate_by_the_root_of_rho(tiny_folder: Path) -> None:
+    of = TorchTrainer(config(algorithm={"ess_scaling": True}, train={"lr": 1e-3}), tiny_folder)
+    _, sums = gradient(of, batch_of(groups()))
+    assert sums.rho is not None
+    assert sums.rho < 0.9
+    assert of.step(batch_of(groups())).metrics["lr"] == pytest.approx(1e-3 * sums.rho**0.5)
