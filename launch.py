@@ -85,6 +85,9 @@ def _dry_run(config: Config) -> int:
     schedule, generate = config.schedule, config.generate
     groups, rollouts = schedule.groups_per_step, schedule.groups_per_step * generate.group_size
     print(msgspec.toml.encode(config).decode())
+    if config.algorithm.preset == "ce":
+        print(f"# {config.run.steps} steps of {groups} chats")
+        return 0
     print(f"# {config.run.steps} steps of {groups} groups x {generate.group_size} = {rollouts} rollouts")
     print(f"# up to {rollouts * generate.max_new_tokens} new tokens a step; staleness at most {schedule.max_staleness}")
     return 0
@@ -102,6 +105,9 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
     scorer = ScoringPool(config.tasks, config.reward, config.generate.max_new_tokens)
     if arguments.dry_run:
         return _dry_run(config)
+    if arguments.preview is not None and config.algorithm.preset == "ce":
+        raise ConfigError("--preview", value=arguments.preview, limit="supervised steps sample nothing to show",
+                          remedy="start without it")
     try:
         if arguments.preview is not None:
             from engine.preview import run_preview

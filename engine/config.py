@@ -228,7 +228,6 @@ class Config(Section, frozen=True, kw_only=True):
 # Key -> the values that work today. Everything else the schema allows is refused as not built yet.
 NOT_BUILT: dict[str, tuple[object, ...]] = {
     "run.resume": ("never",),
-
     "generate.tensor_parallel": (1,),
     "generate.data_parallel": (1,),
     "generate.kv_cache_dtype": ("auto",),
@@ -388,12 +387,7 @@ def _refuse_unbuilt(config: Config) -> None:
     for key, built in NOT_BUILT.items():
         section, name = key.split(".")
         value = msgspec.structs.asdict(getattr(config, section))[name]
-        if key == "model.path":
-            if value == "petri":
-                raise ConfigError(
-                    key, value=value, limit="not built yet", remedy="use smollm2-135m-instruct or tiny-random"
-                )
-        elif value not in built:
+        if value not in built:
             works = " or ".join(repr(choice) for choice in built)
             raise ConfigError(key, value=value, limit="not built yet", remedy=f"what works today: {works}")
 
@@ -417,6 +411,7 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError("generate.replay_from", value=generate.replay_from,
                           limit=f"goes with generate.backend = 'replay', not with {generate.backend!r}",
                           remedy="set both or neither")
+    _refuse_chats_elsewhere(config)
     if config.evals.every and not any(task.held_out for task in config.tasks):
         raise ConfigError("evals.every", value=config.evals.every, limit="no task holds questions out",
                           remedy="set tasks.0.held_out, or evals.every = 0")
@@ -427,7 +422,6 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError("train.warmup_steps", value=config.train.warmup_steps,
                           limit=f"is more than run.steps = {config.run.steps}", remedy="lower it")
     _refuse_breaker(config.algorithm.breaker)
-    _refuse_chats_elsewhere(config)
     if (config.algorithm.kl.get("to") == "reference") != bool(config.model.reference):
         raise ConfigError("model.reference", value=config.model.reference,
                           limit="goes with algorithm.kl = { to = 'reference', ... }", remedy="set both or neither")
@@ -453,6 +447,9 @@ def _refuse_chats_elsewhere(config: Config) -> None:
         if supervised and task.held_out:
             raise ConfigError(f"tasks.{index}.held_out", value=task.held_out, limit="supervised steps evaluate nothing",
                               remedy="remove it; hold questions out in the run that follows")
+    if supervised and config.evals.every:
+        raise ConfigError("evals.every", value=config.evals.every, limit="supervised steps evaluate nothing",
+                          remedy="set it to 0; evaluate in the run that follows")
 
 
 def _refuse_breaker(breaker: dict[str, float]) -> None:
@@ -486,7 +483,7 @@ def _require_files(config: Config) -> None:
         file = task.params.get("path")
         if not isinstance(file, str):
             raise ConfigError(f"tasks.{index}.params.path", value=file, limit=f"is required for env = {task.env!r}",
-                              remedy="name a file of one {messages, answer} object per line")
+                              remedy="name a file of JSON lines: docs/tasks-and-rewards.md shows one")
         if not Path(file).expanduser().is_file():
             raise MissingError(f"tasks.{index}.params.path = {file!r}: no such file", remedy="check the path")
     if config.generate.replay_from and not (Path(config.generate.replay_from) / "rollouts").is_dir():

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from engine.clock import within
 from engine.errors import DataError
 from engine.loop import Run
@@ -30,6 +32,9 @@ async def supervise(run: Run, chat: Chat) -> int:
         version_before = run.trainer.version
         with timings.measure("train"):
             result = await within(limit_s, "the training step", run.thread.call(run.trainer.step, batch))
+        # Nobody sampled the tokens, so there is no policy to differ from.
+        metrics = {key: value for key, value in result.metrics.items() if not key.startswith("mismatch/")}
+        result = replace(result, metrics=metrics | {"tokens/trained": batch.num_tokens})
         await run.after_step(step, timings)
         run.recorder.step(step, version_before, run.trainer.version, (), batch, result, timings, 0.0)
     return run.config.run.steps

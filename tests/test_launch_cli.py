@@ -60,8 +60,9 @@ def test_an_uncorrected_loss_is_warned_of_and_a_supervised_one_is_not() -> None:
     baseline = launch(*dry, "algorithm.ratio=none", "algorithm.rule=none")
     assert baseline.returncode == 0
     assert baseline.stderr == "warning: algorithm.ratio = 'none' is the uncorrected baseline of studies\n"
-    supervised = launch(*dry, "algorithm.preset=ce")
+    supervised = launch("--config", "configs/sft.toml", "--dry-run")
     assert (supervised.returncode, supervised.stderr) == (0, "")
+    assert supervised.stdout.endswith("# 20 steps of 16 chats\n")
 
 
 @pytest.mark.parametrize(

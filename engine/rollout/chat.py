@@ -90,21 +90,23 @@ class Chat:
             DataError: the template refuses the messages, tells an earlier turn otherwise once another follows, or ends
                 a turn without the tokenizer's EOS.
         """
-        ids = self._ids(task, task.messages, answering=False)
+        ids, eos = self._ids(task, task.messages, answering=False), self._tokenizer.eos_token_id
         said = np.zeros(len(ids), np.bool_)
         end = 0
         for index, message in enumerate(task.messages):
             if message.role != "assistant":
                 continue
             before = self._ids(task, task.messages[:index], answering=True)
-            if ids[: len(before)] != before or self._tokenizer.eos_token_id not in ids[len(before) :]:
+            turn = self._ids(task, task.messages[: index + 1], answering=False)
+            start = len(before)
+            end = turn.index(eos, start) + 1 if eos in turn[start:] else 0
+            if not end or turn[:start] != before or ids[:end] != turn[:end]:
                 raise DataError(
                     f"task {task.task_id}: message {index + 1} is nothing that the model could have said: the chat "
-                    "template tells what stands before it otherwise, or does not end it with the tokenizer's EOS",
+                    "template tells it or what stands before it otherwise, or does not end it with the tokenizer's EOS",
                     remedy="name another template with model.chat_template, or leave earlier turns out",
                 )
-            end = ids.index(self._tokenizer.eos_token_id, len(before)) + 1
-            said[len(before) : end] = True
+            said[start:end] = True
         return Rollout(
             token_ids=np.asarray(ids[:end], np.int32), trainable=said[:end], logprobs=np.zeros(end, np.float32),
             version_spans=(), stop_reason="stop", env=task.env, lease_id=task.task_id, index_in_group=0, seed=task.seed,

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from engine.config import TaskSection
 from engine.errors import DataError
 from engine.seeds import derive_seed
 from engine.tasks.question import Question
 from engine.types import Message
+
+Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class Listed:
@@ -37,6 +42,44 @@ class Listed:
         return order
 
 
+def read_lines(file: Path, kind: type[Line], shape: str) -> list[tuple[str, Line]]:
+    """The place and the content of every line that is not blank; `shape` shows how one is written.
+
+    Raises:
+        DataError: there is none, or one is no UTF-8 or no JSON of that kind.
+    """
+    lines = enumerate(file.read_bytes().split(b"\n"), start=1)
+    found = [(f"{file}:{number}", raw) for number, raw in lines if raw.strip()]
+    if not found:
+        raise DataError(f"{file}: holds no line", remedy=f"write one {shape} a line")
+    return [(place, _decoded(raw, kind, place, shape)) for place, raw in found]
+
+
+def _decoded(raw: bytes, kind: type[Line], place: str, shape: str) -> Line:
+    try:
+        return msgspec.json.decode(raw.decode("utf-8-sig"), type=kind)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: is not UTF-8 ({error.reason})", remedy="save the file as UTF-8") from error
+    except msgspec.DecodeError as error:
+        raise DataError(f"{place}: {error}", remedy=f"write {shape} on one line") from error
+
+
+def require_roles(messages: tuple[Message, ...], place: str, section: TaskSection, *,
+                  last: Literal["user", "assistant"]) -> None:
+    """The order of roles that every question or chat of a file has.
+
+    Raises:
+        DataError: the messages do not end with `last`'s, or a system message is misplaced.
+    """
+    roles = [message.role for message in messages]
+    if not roles or roles[-1] != last:
+        raise DataError(f"{place}: the last message is not the {last}'s", remedy=f"end messages with the {last}'s")
+    if "system" in roles[1:]:
+        raise DataError(f"{place}: a system message is not the first", remedy="put it first")
+    if section.system_prompt and roles[0] == "system":
+        raise DataError(f"{place}: has a system message beside the entry's system_prompt", remedy="keep one of them")
+
+
 def question(messages: tuple[Message, ...], gold: Any, place: str, section: TaskSection) -> Question:
     """The question at `place` of a file. Answers are {"answer": text}; where no scorer compares it,
     {"answer": whatever the file holds}.
@@ -44,13 +87,7 @@ def question(messages: tuple[Message, ...], gold: Any, place: str, section: Task
     Raises:
         DataError: the messages do not end with the user's, a system message is misplaced, or there is no right answer.
     """
-    roles = [message.role for message in messages]
-    if not roles or roles[-1] != "user":
-        raise DataError(f"{place}: the last message is not the user's", remedy="end messages with the question")
-    if "system" in roles[1:]:
-        raise DataError(f"{place}: a system message is not the first", remedy="put it first")
-    if section.system_prompt and roles[0] == "system":
-        raise DataError(f"{place}: has a system message beside the entry's system_prompt", remedy="keep one of them")
+    require_roles(messages, place, section, last="user")
     return Question(messages, {"answer": gold if takes_any_answer(section) else _text(gold, place)})
 
 

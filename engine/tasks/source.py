@@ -140,7 +140,7 @@ def _own_class(name: str, path: str) -> Callable[[TaskSection], Environment]:
     except (ImportError, AttributeError) as error:
         limit = f"cannot be imported: {error}"
     raise ConfigError(
-        path, value=name, limit=limit, remedy="use reasoning_gym, jsonl, hub, or module:Class of your own"
+        path, value=name, limit=limit, remedy="use reasoning_gym, jsonl, hub, chats, or module:Class of your own"
     )
 
 

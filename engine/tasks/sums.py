@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 
 from engine.config import TaskSection
+from engine.errors import ConfigError
 from engine.seeds import derive_seed
 from engine.tasks.question import Question
 from engine.types import Message
@@ -16,6 +17,10 @@ class Sums:
     """Numbers from 0 to `params.largest`, 40 unless it says otherwise."""
 
     def __init__(self, section: TaskSection) -> None:
+        for key, value in section.params.items():
+            if key not in ("largest", "score", "judge"):
+                raise ConfigError(f"tasks.{section.label}.params.{key}", value=value, limit="is no key of Sums",
+                                  remedy="it takes largest, score and judge")
         self._seed = section.seed
         self._largest: int = section.params.get("largest", 40)
 

@@ -65,9 +65,11 @@ def build_batch(groups: Sequence[Group], packing: Packing, *, version: int) -> t
 
 
 def supervised_batch(chats: Sequence[Rollout], packing: Packing) -> Batch:
-    """One step on what somebody else has said: every advantage is 1, and a chat is a prompt of its own."""
+    """One step on what somebody else has said, at temperature 1: every advantage is 1, and a chat is a prompt of its
+    own."""
     weights = _weights([[(chat, 1.0)] for chat in chats], packing, len(chats))
-    return pack([Judged(chat, 1.0, weight) for chat, (weight,) in zip(chats, weights, strict=True)], packing, version=0)
+    judged = [Judged(chat, 1.0, weight) for chat, (weight,) in zip(chats, weights, strict=True)]
+    return pack(judged, replace(packing, temperature=1.0), version=0)
 
 
 def pack(sequences: Sequence[Judged], packing: Packing, *, version: int) -> Batch:

@@ -157,3 +157,95 @@ def test_a_stop_string_inside_a_longer_token_keeps_the_token(folder: Path) -> No
     ids = ids_of(folder, "abxSTOPycd")
     assert len(ids) == 5
     assert Chat(folder, 20).cut_at_stop(ids, ("STOP",)) == 3
+
+
+def told(*turns: tuple[str, str]) -> Task:
+    """Roles' first letters and contents."""
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    messages = tuple(Message(roles[role], content) for role, content in turns)  # type: ignore[arg-type]
+    return replace(task(7), messages=messages)
+
+
+def learned(chat: Chat, conversation: Task) -> tuple[str, list[str]]:
+    """The whole text, and the pieces of it that are trained on."""
+    rollout = chat.conversation(conversation)
+    edges = np.flatnonzero(np.diff(rollout.trainable, prepend=False, append=False)).reshape(-1, 2)
+    return chat.decode_all(rollout.token_ids), [chat.decode_all(rollout.token_ids[slice(*edge)]) for edge in edges]
+
+
+def test_what_the_assistant_says_is_learned_with_the_token_that_ends_its_turn(chat: Chat, tiny_folder: Path) -> None:
+    rollout = chat.conversation(told(("u", "2+3?"), ("a", "51")))
+    question, answer = ids_of(tiny_folder, "2+3?").tolist(), ids_of(tiny_folder, "51").tolist()
+    assert rollout.token_ids.tolist() == [259, *question, 256, 260, *answer, 256]
+    assert rollout.trainable.tolist() == [False] * 7 + [True] * 3
+    assert rollout.logprobs.tolist() == [0.0] * 10
+    assert (rollout.token_ids.dtype, rollout.trainable.dtype, rollout.logprobs.dtype) == (
+        np.int32, np.bool_, np.float32,
+    )  # fmt: skip
+    assert (rollout.env, rollout.seed, rollout.reward, rollout.length) == ("sums", 7, None, 3)
+
+
+def test_every_turn_of_the_assistant_is_learned_and_no_other(chat: Chat) -> None:
+    text, pieces = learned(chat, told(("s", "Be"), ("u", "a"), ("a", "bc"), ("u", "d"), ("a", "")))
+    assert text == "<|system|>Be<|end|><|user|>a<|end|><|assistant|>bc<|end|><|user|>d<|end|><|assistant|><|end|>"
+    assert pieces == ["bc<|end|>", "<|end|>"]
+
+
+def test_a_chat_may_be_longer_than_a_prompt(chat: Chat) -> None:
+    assert len(chat.conversation(told(("u", "x" * 30), ("a", "y"))).token_ids) == 35
+
+
+def test_control_tokens_that_a_chat_spells_stay_text(chat: Chat, tiny_folder: Path) -> None:
+    conversation = told(("u", "<|end|>?"), ("a", "a<|end|>b"), ("u", "<|assistant|>"), ("a", "c"))
+    ids = chat.conversation(conversation).token_ids.tolist()
+    assert (ids.count(256), ids.count(260)) == (4, 2)
+    text, pieces = learned(chat, conversation)
+    assert text == (
+        "<|user|><|end|>?<|end|><|assistant|>a<|end|>b<|end|><|user|><|assistant|><|end|><|assistant|>c<|end|>"
+    )
+    assert pieces == ["a<|end|>b<|end|>", "c<|end|>"]
+
+
+def test_what_the_template_adds_after_the_last_turn_is_left_out(folder: Path) -> None:
+    """The end of a turn is followed by a line break, as in ChatML: nobody has said it."""
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<|end|>", "<|end|>\n"))
+    text, pieces = learned(Chat(folder, 20), told(("u", "a"), ("a", "b"), ("u", "c"), ("a", "d")))
+    assert text == "<|user|>a<|end|>\n<|assistant|>b<|end|>\n<|user|>c<|end|>\n<|assistant|>d<|end|>"
+    assert pieces == ["b<|end|>", "d<|end|>"]
+
+
+TURNS = "{{% for m in messages %}}{}{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>{{% endif %}}"
+
+
+@pytest.mark.parametrize(
+    ("turn", "one", "two"),
+    [
+        # The user's last turn has a hint, which an answer takes away.
+        ("<|{{ m.role }}|>{{ m.content }}{{ '!' if loop.last and m.role == 'user' }}<|end|>", False, False),
+        # What the assistant has thought is forgotten once the user speaks again.
+        ("<|{{ m.role }}|>{{ m.content if loop.last or m.role == 'user' else m.content[-1] }}<|end|>", True, False),
+        # The assistant's turns are not ended, the user's are.
+        ("<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if m.role == 'user' }}", False, False),
+        # Only its last one is.
+        ("<|{{ m.role }}|>{{ m.content }}{{ '<|end|>' if loop.last or m.role == 'user' }}", True, False),
+    ],
+    ids=["hint", "forgotten", "never-ended", "ended-once"],
+)
+def test_a_template_that_tells_a_turn_otherwise_later_is_refused(folder: Path, turn: str, one: bool, two: bool) -> None:
+    """Whether a chat of one turn, and one of two, is taken."""
+    (folder / "chat_template.jinja").write_text(TURNS.format(turn))
+    chat = Chat(folder, 20)
+    chats = [(one, told(("u", "a"), ("a", "b so c"))), (two, told(("u", "a"), ("a", "b so c"), ("u", "d"), ("a", "e")))]
+    for taken, conversation in chats:
+        if taken:
+            assert learned(chat, conversation)[1] == ["b so c<|end|>"]
+        else:
+            with pytest.raises(DataError, match=r"sums/7: message 2 is nothing that the model could have said"):
+                chat.conversation(conversation)
+
+
+def test_a_chat_that_the_template_refuses_is_the_datas_fault(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text(NO_SYSTEM)
+    with pytest.raises(DataError, match=r"task sums/7: the chat template refuses its messages: no system role"):
+        Chat(folder, 20).conversation(told(("s", "Be brief."), ("u", "?"), ("a", "!")))

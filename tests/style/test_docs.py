@@ -66,11 +66,7 @@ def shown(value: Any) -> str:
 
 def works(key: str, default: Any) -> str:
     """Which values are built."""
-    match key:
-        case "model.path":
-            return "all but `petri`"
-        case _:
-            built = NOT_BUILT.get(key)
+    built = NOT_BUILT.get(key)
     if built is None:
         return "all"
     return "default only" if built == (default,) else ", ".join(shown(value) for value in built)

@@ -104,7 +104,7 @@ def test_a_wrong_encoding_is_named(tmp_path: Path, encoding: str) -> None:
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(DataError, match="holds no question"):
+    with pytest.raises(DataError, match="holds no line"):
         load(tmp_path, content)
 
 

@@ -30,7 +30,7 @@ from engine.config import AlgorithmSection, TrainSection
 from engine.errors import MissingError, TrainingError
 from engine.train import head
 from engine.train.model import load_model
-from engine.train.pack import build_batch
+from engine.train.pack import build_batch, supervised_batch
 from engine.train.trainer import TorchTrainer, _require_supported, learning_rate
 from engine.types import Batch, Group, Rollout
 
@@ -135,6 +135,25 @@ def test_gradient_of_an_untied_head_too(untied_folder: Path) -> None:
     grads, _ = gradient(trainer(untied_folder), batch_of(given))
     assert "lm_head.weight" in grads
     assert relative_distance({name: grad.double() for name, grad in grads.items()}, expected) < 2e-5
+
+
+def test_a_supervised_loss_is_the_mean_cross_entropy(tiny_folder: Path) -> None:
+    """Of the trained tokens, whatever behaviour log-probs and rewards say; its gradient too."""
+    chats = groups()[0].rollouts
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder, dtype=torch.float64, attn_implementation="eager")
+    losses: list[torch.Tensor] = []
+    for chat in chats:
+        ids = torch.tensor(chat.token_ids.tolist())
+        labels = ids.where(torch.tensor(chat.trainable.tolist()), torch.tensor(-100))
+        logits = plain(input_ids=ids.unsqueeze(0)).logits[0]
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1], labels[1:]))
+    expected = torch.stack(losses).mean()  # all are of one length
+    expected.backward()
+    batch = supervised_batch(chats, packing(micro_batch_tokens=40, temperature=0.6))
+    grads, sums = gradient(trainer(tiny_folder, preset="ce"), batch)
+    assert sums.loss == pytest.approx(float(expected.detach()), rel=1e-6)
+    by_torch = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert relative_distance({name: grad.double() for name, grad in grads.items()}, by_torch) < 2e-5
 
 
 def test_one_step_cut_into_1_2_or_7_micro_batches_has_one_gradient(tiny_folder: Path) -> None:
