@@ -105,7 +105,7 @@ def test_overrides_are_toml_values_or_bare_text(base: Path) -> None:
         ("algorithm.breaker={share = 1.5}", "algorithm.breaker.share", "not in 0 ... 1", "share = 0.5"),
         ("algorithm.breaker={share = 0.0}", "algorithm.breaker.share", "not in 0 ... 1", "share = 0.5"),
         ("algorithm.breaker={grad_norm = 0.0}", "algorithm.breaker.grad_norm", "not above 0", "grad_norm = 100"),
-        ("tasks.0.env=jsonl", "tasks.0.params.path", "is required", "one {messages, answer} object per line"),
+        ("tasks.0.env=jsonl", "tasks.0.params.path", "is required", "name a file of JSON lines"),
     ],
 )
 def test_a_refusal_names_path_value_limit_and_remedy(

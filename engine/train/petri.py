@@ -2,8 +2,7 @@
 which reinforcement learning takes about a minute too.
 
 It is first taught to add, until it is right more often than not, and then unsettled: a few steps on mostly wrong
-answers spread its samples over many. Like a real model it then knows more than its samples show, and still has something
-to learn.
+answers spread its samples over many. Like a real model it then knows more than its samples show, and has more to learn.
 """
 
 from __future__ import annotations
