@@ -186,7 +186,8 @@ class Host:
             self._answer_signals(run)
             self._stop = run.stop
             if self._generator.served_version:
-                await run.route.publish(0)
+                async with run.slice.training():
+                    await run.route.publish(0)
             steps = await self._run_steps(run)
             if run.stop.is_set() and steps > self._saved_step:
                 await self._save(steps)

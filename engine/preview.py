@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -30,8 +31,8 @@ _MANY_UNANSWERED = 0.2
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """What the groups of one env promise. `passed`: the share of completions with full reward, one prompt one vote;
-    the others are shares of groups (`mixed`) or of completions."""
+    """What the groups of one env promise. `passed`: the share of right completions, one prompt one vote; `mixed`: of
+    groups in which some are right and some wrong, or whose rewards differ where none is; the others: of completions."""
 
     passed: Estimate
     mean_reward: float
@@ -63,7 +64,10 @@ def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -
                       served_version=0)
                 for order, task in enumerate(fitting)
             ]
-            groups = [(await judge(scorer, group)).group for group in await driver.wave(leases)]
+            async with asyncio.TaskGroup() as engine:
+                watching = engine.create_task(generator.watch())
+                groups = [(await judge(scorer, group)).group for group in await driver.wave(leases)]
+                watching.cancel()
             for group in groups:
                 _show(group, chat)
             return groups
@@ -101,7 +105,7 @@ def _fitting(drawn: Sequence[Task], chat: Chat) -> list[Task]:
 def _show(group: Group, chat: Chat) -> None:
     first = group.rollouts[0]
     prompt = chat.decode_all(first.token_ids[~first.trainable])
-    print(f"\n{group.lease.task.task_id}  gold {group.lease.task.answer['answer']!r}\n{prompt}")
+    print(f"\n{group.lease.task.task_id}  gold {group.lease.task.answer.get('answer')!r}\n{prompt}")
     for rollout in group.rollouts[:_SHOWN]:
         print(f"  | {printable(rollout.text)}\n  = extracted {rollout.extracted!r}, reward {rollout.reward}, "
               f"{rollout.length} tokens, {rollout.stop_reason}")
@@ -121,7 +125,7 @@ def _summary(section: TaskSection, groups: Sequence[Group]) -> list[str]:
     if found.cut > _MANY_CUT:
         lines.append("raise generate.max_new_tokens: more than half of the completions are cut")
     # Other scorers do not look at the extracted answer.
-    if section.params.get("score", "exact") == "exact" and found.unanswered > _MANY_UNANSWERED:
+    if "exact" in section.scores and found.unanswered > _MANY_UNANSWERED:
         lines.append(f"the answer was not found in {found.unanswered:.0%}: check tasks.answer or the prompt")
     return [*lines, f"verdict: {_verdict(found.mean_reward, found.mixed)}"]
 
@@ -133,11 +137,14 @@ def outlook(groups: Sequence[Group]) -> Outlook | None:
     flat = [reward for group in rewards for reward in group]
     if not flat:
         return None
-    passed = zip(rewards, groups, strict=True)
+    right = [[rollout.right for rollout in group.rollouts] for group in groups]
+    # Penalties alone mix every group; a reward that is never a right answer's is all that there is to go by.
+    scored = [[rollout.right for rollout in group.rollouts if rollout.reward is not None] for group in groups]
+    told_apart = scored if any(map(any, right)) else rewards
     return Outlook(
-        passed=estimate([sum(reward >= 1.0 for reward in scored) / len(group.rollouts) for scored, group in passed]),
+        passed=estimate([sum(members) / len(members) for members in right]),
         mean_reward=sum(flat) / len(flat),
-        mixed=sum(len(scored) > 1 and max(scored) != min(scored) for scored in rewards) / len(groups),
+        mixed=sum(len(members) > 1 and max(members) != min(members) for members in told_apart) / len(groups),
         cut=sum(rollout.stop_reason == "length" for rollout in rollouts) / len(rollouts),
         unanswered=sum(rollout.extracted is None for rollout in rollouts) / len(rollouts),
     )

@@ -127,6 +127,13 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
         """Sampled tokens."""
         return int(self.trainable.sum())
 
+    @property
+    def right(self) -> bool:
+        """Whether it counts as a right answer: by its part `exact` or `math` if a scorer gave one, whatever else is in
+        the reward, and otherwise by a reward of 1. Never without a reward."""
+        judged = [value for name, value in self.reward_parts.items() if name in ("exact", "math")]
+        return self.reward is not None and max(judged, default=self.reward) >= 1.0
+
     def token_versions(self) -> Int32:
         """int32[T]: the version that each token came from; the first span's for what stands before it."""
         if not self.version_spans:

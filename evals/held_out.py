@@ -111,7 +111,7 @@ def _leases(questions: Sequence[Task], sampling: Sampling, version: int) -> list
 
 
 def summarise(version: int, greedy: Sequence[Group], sampled: Sequence[Group]) -> Result:
-    """Estimates over questions; a completion counts as right at reward 1, one without a reward as wrong."""
+    """Estimates over questions; see `Rollout.right`."""
     rollouts = [rollout for group in sampled for rollout in group.rollouts]
     logprobs = np.concatenate([rollout.logprobs[rollout.trainable] for rollout in rollouts])
     return Result(
@@ -139,7 +139,7 @@ def describe(label: str, result: Result) -> str:
 
 
 def _right(group: Group) -> list[bool]:
-    return [rollout.reward is not None and rollout.reward >= 1.0 for rollout in group.rollouts]
+    return [rollout.right for rollout in group.rollouts]
 
 
 def _answer(greedy: Group, sampled: Group) -> Answer:

@@ -146,3 +146,25 @@ def test_every_env_has_its_verdict_and_what_does_not_fit_is_said(
 def test_when_no_prompt_fits_nothing_is_started(capsys: pytest.CaptureFixture[str], tiny_folder: Path) -> None:
     with pytest.raises(DataError, match=r"none of 2 prompts fits\n  -> raise generate\.max_model_len"):
         shown(capsys, tiny_folder, [task(1, content="x" * 100)] * 2)
+
+
+def test_penalties_mix_no_group() -> None:
+    """Right and wrong by the part `exact`; a length penalty makes every reward differ, and none is 1."""
+
+    def penalised(*exact: float) -> Group:
+        lengths = [-0.1 * (index + 1) for index in range(len(exact))]
+        members = (
+            rollout(value + 0.1 * length, index=index, reward_parts={"exact": value, "length": length})
+            for index, (value, length) in enumerate(zip(exact, lengths, strict=True))
+        )
+        return group(*members)
+
+    found = outlook([penalised(1.0, 1.0), penalised(1.0, 0.0), penalised(0.0, 0.0), penalised(0.0, 0.0)])
+    assert found is not None
+    assert (found.passed.mean, found.mixed) == (0.375, 0.25)
+
+
+def test_a_dense_reward_mixes_by_itself() -> None:
+    found = outlook([made(0.2, 0.3), made(0.2, 0.2)])
+    assert found is not None
+    assert (found.passed.mean, found.mixed) == (0.0, 0.5)

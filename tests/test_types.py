@@ -166,3 +166,25 @@ def test_length_counts_sampled_tokens_and_the_oldest_version_is_the_smallest() -
     assert ROLLOUT.length == 2
     assert group.oldest_version() == 4
     assert Group(lease=LEASE, rollouts=(), admitted_version=3).oldest_version() == 3
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts", "right"),
+    [
+        (1.0, {}, True), (0.99, {}, False), (None, {}, False),
+        (0.9, {"exact": 1.0, "length": -0.1}, True),
+        (1.2, {"exact": 0.0, "letters": 1.0}, False),
+        (0.5, {"exact": 0.0, "math": 1.0}, True),
+        (None, {"exact": 1.0}, False),
+    ],
+)  # fmt: skip
+def test_right_goes_by_the_answer_and_not_by_what_else_is_rewarded(
+    reward: float | None, parts: dict[str, float], right: bool
+) -> None:
+    assert msgspec.structs.replace(ROLLOUT, reward=reward, reward_parts=parts).right == right
+
+
+def test_every_token_has_its_spans_version() -> None:
+    """Five tokens, two of the prompt; version 3 from place 2, version 4 from place 4."""
+    made = msgspec.structs.replace(ROLLOUT, token_ids=np.arange(5, dtype=np.int32), version_spans=((2, 3), (4, 4)))
+    assert made.token_versions().tolist() == [3, 3, 3, 3, 4]

@@ -28,14 +28,11 @@ BANDS: dict[str, Band] = {
 
 def verdicts(metrics: Mapping[str, float | None]) -> dict[str, Verdict]:
     """The verdict on every metric that has a band and a value."""
-    known = {name: value for name, value in metrics.items() if name in BANDS and value is not None}
-    return {name: word for name, value in known.items() if (word := verdict(name, value)) is not None}
+    return {name: verdict(name, value) for name in BANDS if (value := metrics.get(name)) is not None}
 
 
-def verdict(name: str, value: float) -> Verdict | None:
-    """How the metric `name` stands at `value`; None for a metric without a band. A NaN is bad."""
-    if name not in BANDS:
-        return None
+def verdict(name: str, value: float) -> Verdict:
+    """How the metric `name`, which has a band, stands at `value`. A NaN is bad."""
     healthy, bad, falls = BANDS[name]
     sign, size = -1 if falls else 1, abs(value)
     if sign * size <= sign * healthy:

@@ -35,7 +35,6 @@ def main() -> int:
         ("machine", lambda: [machine.machine()]),
         ("gpu", _gpu),
         ("/dev/shm", lambda: [machine.shared_memory(*shutil.disk_usage("/dev/shm")[::2])]),
-        ("memfd", lambda: [machine.memfd()]),
         ("folders", lambda: _folders(config)),
         ("ports", lambda: _ports(config.net.bind if config else "")),
     ]

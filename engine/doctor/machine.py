@@ -88,12 +88,6 @@ def shared_memory(size: int, free: int) -> Finding:
     return judge("/dev/shm", free >= SHM_NEEDED, detail, remedy)
 
 
-def memfd() -> Finding:
-    """Weights reach an engine through anonymous shared memory."""
-    os.close(os.memfd_create("farfield-doctor"))
-    return Finding("memfd", "ok", "anonymous shared memory works")
-
-
 def folder(name: str, path: Path, remedy: str) -> Finding:
     """Whether files can be made in `path`, or in the nearest folder above that exists, and how many fit."""
     existing = next(each for each in (path.absolute(), *path.absolute().parents) if each.is_dir())

@@ -52,6 +52,8 @@ class Hub(Listed):
             _question(row, f"{params.path}, row {number}", params, section)
             for number, row in enumerate(rows.select_columns([params.question, params.answer]))
         ]
+        if not questions:
+            raise DataError(f"{params.path}, split {params.split!r}: holds no row", remedy="name another split")
         super().__init__(questions, section.seed)
 
 

@@ -19,10 +19,13 @@ class Sums:
     def __init__(self, section: TaskSection) -> None:
         for key, value in section.params.items():
             if key not in ("largest", "score", "judge"):
-                raise ConfigError(f"tasks.{section.label}.params.{key}", value=value, limit="is no key of Sums",
+                raise ConfigError(f"params.{key} of task {section.label}", value=value, limit="is no key of Sums",
                                   remedy="it takes largest, score and judge")
         self._seed = section.seed
         self._largest: int = section.params.get("largest", 40)
+        if type(self._largest) is not int or self._largest < 0:
+            raise ConfigError(f"params.largest of task {section.label}", value=self._largest,
+                              limit="is no whole number of 0 or more", remedy="such as largest = 40")
 
     def train(self, index: int) -> Question:
         return self._sum("train", index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ def save_checkpoint(
     aside.mkdir(parents=True)
     stored = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
-    plain = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in (*parameters, *buffers)}
+    plain = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in chain(parameters, buffers)}
     save_file(plain, aside / "model.safetensors", metadata={"format": "pt"})
     config = model.config.__class__.from_dict(model.config.to_dict())
     config.dtype = dtype

@@ -69,7 +69,7 @@ def build_petri(folder: Path) -> None:
         taught += _CHECK_EVERY
         print(f"  .. making the petri model: {right:.2f} right after {taught} steps, until {LEARNED}", file=sys.stderr,
               flush=True)
-    while right > RIGHT:
+    while right > RIGHT and unsettling < _MOST_STEPS:
         right = train(1, wrong=_WRONG)
         unsettling += 1
     trainer.model.save_pretrained(folder)

@@ -64,6 +64,8 @@ class Policy(torch.nn.Module):
                 module.set_gradient_divide_factor(1.0)
                 # gloo has no operation that scales while it reduces.
                 module.set_force_sum_reduction_for_comms(True)
+                # A rank without a token in this round has no gradient of the head: the others' reduction counts on it.
+                module.set_reduce_scatter_unused_params(True)
 
     def reduce_gradients(self, now: bool) -> None:
         """Whether the next backward sums gradients over ranks; until then they gather on each. For copies only: shards

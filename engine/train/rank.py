@@ -37,8 +37,9 @@ from engine.train.trainer import TorchTrainer
 from engine.types import Batch, MicroBatch, decode_array, encode_array
 
 _FOLDER = "ranks"
-# How long a rank waits for torchrun's store and the learner's address: the learner may be building a model first.
+# How long a rank waits for torchrun's store and the learner's address, which comes before anything slow.
 _MEETING_S = 600.0
+_LOOK_UP_S = 0.2
 _FAREWELL_S = 5.0
 
 
@@ -78,17 +79,16 @@ _decoder = msgspec.msgpack.Decoder(Command, dec_hook=decode_array)
 
 
 class World(msgspec.Struct, frozen=True):
-    """torchrun's part of the environment: `World(rank=0, size=2, local_rank=0, local_size=2)`."""
+    """torchrun's part of the environment: `World(rank=0, size=2, local_rank=0)`."""
 
     rank: int
     size: int
     local_rank: int
-    local_size: int
 
     @classmethod
     def from_environment(cls) -> Self:
         """A world of one where torchrun did not start this process."""
-        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
         return cls(*(int(os.environ.get(name, default)) for name, default in names.items()))
 
 
@@ -109,7 +109,12 @@ def _join_trainers(store: Store, rank: int, ranks: int, limit_s: float) -> None:
 
 
 class Learner:
-    """Rank 0's end: a `trainer.Team`. `watch` runs on the event loop, everything else in the training thread."""
+    """Rank 0's end: a `trainer.Team`. `watch` runs on the event loop; `trainer`, `step` and `gather` in the training
+    thread, which also sends the farewell if `close` finds it waiting for ranks.
+
+    Raises:
+        TrainingError: a rank has gone.
+    """
 
     def __init__(self, world: World, ranks: int, limit_s: float) -> None:
         self._ranks, self._limit_s = ranks, limit_s
@@ -121,6 +126,8 @@ class Learner:
         self._commands.bind(f"ipc://{self._folder}/commands")
         self._failures = self._context.socket(zmq.PULL)
         self._failures.bind(f"ipc://{self._folder}/failures")
+        self._commanding = threading.Lock()
+        self._closed = False
         self._store = _store(world, limit_s)
         self._store.set(_FOLDER, str(self._folder))
 
@@ -140,9 +147,8 @@ class Learner:
 
     def step(self, batch: Batch) -> None:
         """See `trainer.Team.step`."""
-        for rank, micro_batches in enumerate(batch.micro_batches[1:]):
-            step = Step(micro_batches=micro_batches, temperature=batch.temperature)
-            self._tell([self._others[rank]], step)
+        for identity, micro_batches in zip(self._others, batch.micro_batches[1:], strict=False):
+            self._tell([identity], Step(micro_batches=micro_batches, temperature=batch.temperature))
 
     def gather(self) -> None:
         """See `trainer.Team.gather`."""
@@ -161,25 +167,44 @@ class Learner:
 
     def close(self) -> None:
         """Tell every rank to leave. One that sits in a collective leaves when it misses this process."""
-        for identity in self._others:
-            with contextlib.suppress(zmq.ZMQError):  # it never came, or has left
-                self._tell([identity], Stop())
-        self._context.destroy(linger=1000)
+        with self._commanding:
+            self._closed = True
+            for identity in self._others:
+                with contextlib.suppress(TrainingError):  # it never came, or has left
+                    self._send(identity, Stop())
+            self._context.destroy(linger=1000)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _await_hellos(self) -> None:
         missing = set(self._others)
+        end = time.monotonic() + self._limit_s
         while missing:
-            if not self._commands.poll(int(1000 * self._limit_s)):
+            if time.monotonic() > end:
                 names = ", ".join(sorted(identity.decode() for identity in missing))
                 raise StalledError(f"trainer rank {names} did not report within {self._limit_s} s",
                                    remedy="look at its output, or raise run.stage_timeout_s")
-            missing.discard(self._commands.recv_multipart()[0])
+            # In short looks: `close` may come meanwhile, in another thread.
+            with self._commanding:
+                self._require_open()
+                if self._commands.poll(int(1000 * _LOOK_UP_S)):
+                    missing.discard(self._commands.recv_multipart()[0])
 
     def _tell(self, identities: Sequence[bytes], command: Command) -> None:
-        data = msgspec.msgpack.encode(command, enc_hook=encode_array)
-        for identity in identities:
-            self._commands.send_multipart([identity, data])
+        with self._commanding:
+            self._require_open()
+            for identity in identities:
+                self._send(identity, command)
+
+    def _send(self, identity: bytes, command: Command) -> None:
+        try:
+            self._commands.send_multipart([identity, msgspec.msgpack.encode(command, enc_hook=encode_array)])
+        except zmq.ZMQError as error:
+            raise TrainingError(f"trainer rank {identity.decode()} has gone",
+                                remedy="torchrun's output says how it ended") from error
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise TrainingError("the run is ending")
 
 
 def serve_rank(world: World) -> int:
@@ -192,13 +217,14 @@ def serve_rank(world: World) -> int:
     context = zmq.Context()
     commands = context.socket(zmq.DEALER)
     commands.setsockopt(zmq.IDENTITY, str(world.rank).encode())
-    _leave_without_learner(commands.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+    _leave_without_learner(commands.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED))
     commands.connect(f"ipc://{folder}/commands")
     commands.send(b"")
     try:
         _obey(commands, store, world)
         return 0
     except Exception:
+        traceback.print_exc()
         failures = context.socket(zmq.PUSH)
         failures.connect(f"ipc://{folder}/failures")
         failures.send(msgspec.msgpack.encode(Failed(rank=world.rank, traceback=traceback.format_exc())))

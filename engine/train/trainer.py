@@ -39,6 +39,7 @@ from engine.train.policy import Policy, autocast, full_tensor
 from engine.types import Batch, MicroBatch
 
 MAX_BAD_STEPS = 5
+NOT_FINITE = "loss or gradient not finite"
 
 
 class Team(Protocol):
@@ -149,7 +150,14 @@ class TorchTrainer:
             return StepResult(skipped="no group has a signal")
         if self._team is not None:
             self._team.step(batch)
-        return self.step_on_rank(batch.micro_batches[0], batch.temperature)
+        result = self.step_on_rank(batch.micro_batches[0], batch.temperature)
+        self._bad_steps = self._bad_steps + 1 if result.skipped == NOT_FINITE else 0
+        if self._bad_steps == MAX_BAD_STEPS:
+            raise TrainingError(
+                f"{MAX_BAD_STEPS} steps in a row had a loss or gradient that is not finite",
+                remedy="lower train.lr; look at mismatch/* and grad_norm in metrics.jsonl of the steps before",
+            )
+        return result
 
     def step_on_rank(self, micro_batches: Sequence[MicroBatch], temperature: float) -> StepResult:
         """This rank's part of a step; every rank comes to the same result."""
@@ -303,21 +311,10 @@ class TorchTrainer:
         return torch.cat([row[: int(count)] for row, count in zip(rows, counts, strict=True)])
 
     def _refusal(self, sums: MismatchSums, grad_norm: float) -> str:
-        """Why the weights must not change, or empty.
-
-        Raises:
-            TrainingError: the fifth step in a row that is not finite.
-        """
-        if math.isfinite(grad_norm) and math.isfinite(sums.loss):
-            self._bad_steps = 0
-            return breaker_reason(self._config.algorithm.breaker, sums.outside_share, grad_norm)
-        self._bad_steps += 1
-        if self._bad_steps == MAX_BAD_STEPS:
-            raise TrainingError(
-                f"{MAX_BAD_STEPS} steps in a row had a loss or gradient that is not finite",
-                remedy="lower train.lr; look at mismatch/* and grad_norm in metrics.jsonl of the steps before",
-            )
-        return "loss or gradient not finite"
+        """Why the weights must not change, or empty."""
+        if not (math.isfinite(grad_norm) and math.isfinite(sums.loss)):
+            return NOT_FINITE
+        return breaker_reason(self._config.algorithm.breaker, sums.outside_share, grad_norm)
 
 
 def _require_supported(model: PreTrainedModel, longest: int) -> None:

@@ -33,8 +33,9 @@ STUDIES: dict[str, dict[str, list[str]]] = {
     },
 }
 
-# Two-sided 95 % points of Student's t by degrees of freedom, from a published table.
-_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+# Two-sided 95 % points of Student's t by degrees of freedom, from a published table; between two the lower one's holds.
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093,
+        29: 2.045, 59: 2.001}
 _LAST_STEPS = 10
 
 
@@ -44,6 +45,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     variant: str
     seed: int
+    overrides: tuple[str, ...]
     rewards: list[float]
     before: float
     after: float
@@ -92,10 +94,12 @@ class Bench:
             await host.train()
         finally:
             await scorer.close()
-        return _outcome(folder, config, variant, seed, clock.now() - started)
+        return _outcome(folder, config, variant, seed, tuple(self._overrides), clock.now() - started)
 
 
-def _outcome(folder: Path, config: Config, variant: str, seed: int, time_s: float) -> Outcome:
+def _outcome(
+    folder: Path, config: Config, variant: str, seed: int, overrides: tuple[str, ...], time_s: float
+) -> Outcome:
     rows: list[Any] = [msgspec.json.decode(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     rewards = [row["reward/mean"] for row in rows]
     label = config.tasks[0].label
@@ -105,7 +109,8 @@ def _outcome(folder: Path, config: Config, variant: str, seed: int, time_s: floa
         return results[label]["sampled"]["mean"]
 
     reached = (step for step in range(5, len(rewards) + 1) if sum(rewards[step - 5 : step]) / 5 >= 0.8)
-    return Outcome(variant, seed, rewards, accuracy(0), accuracy(config.run.steps), next(reached, None), time_s)
+    before, after = accuracy(0), accuracy(config.run.steps)
+    return Outcome(variant, seed, overrides, rewards, before, after, next(reached, None), time_s)
 
 
 async def _make(bench: Bench, variants: dict[str, list[str]], seeds: int, rows: Path, made: list[Outcome]) -> None:
@@ -132,7 +137,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     if count < 2:
         return mean, math.nan
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-    return mean, _T95.get(count - 1, 1.96) * deviation / math.sqrt(count)
+    point = _T95[max(degrees for degrees in _T95 if degrees < count)]
+    return mean, point * deviation / math.sqrt(count)
 
 
 def table(variants: Sequence[str], made: Sequence[Outcome]) -> str:
@@ -170,7 +176,9 @@ def main() -> None:
     rows = out / "rows.jsonl"
     made = [msgspec.json.decode(line, type=Outcome) for line in rows.read_bytes().splitlines()] if rows.exists() else []
     variants = STUDIES[arguments.study]
-    if len(made) < len(variants) * arguments.seeds:
+    made = [row for row in made if row.overrides == tuple(arguments.overrides) and row.variant in variants]
+    wanted = set(itertools.product(variants, range(arguments.seeds)))
+    if wanted - {(row.variant, row.seed) for row in made}:
         bench = Bench(out, arguments.overrides)
         clock.run(_make(bench, variants, arguments.seeds, rows, made))
     print(table(list(variants), made))

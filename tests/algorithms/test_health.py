@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from engine.algorithms.health import BANDS, Verdict, verdict
+from engine.algorithms.health import BANDS, Verdict, verdict, verdicts
 from engine.observe.metrics import KEYS
 
 
@@ -29,11 +29,15 @@ from engine.observe.metrics import KEYS
         ("mismatch/ess", math.nan, "bad"),
         ("mismatch/k3", math.nan, "bad"),
         ("mismatch/chi2", math.inf, "bad"),
-        ("loss", 1e9, None),
     ],
 )
-def test_a_verdict(name: str, value: float, expected: Verdict | None) -> None:
+def test_a_verdict(name: str, value: float, expected: Verdict) -> None:
     assert verdict(name, value) == expected
+
+
+def test_verdicts_are_of_what_has_a_band_and_a_value() -> None:
+    row = {"loss": 1e9, "mismatch/ess": None, "mismatch/k1": -0.2, "mismatch/chi2": 0.5}
+    assert verdicts(row) == {"mismatch/k1": "bad", "mismatch/chi2": "healthy"}
 
 
 def test_every_band_is_of_a_metric() -> None:

@@ -97,6 +97,15 @@ def test_ranks_change_nothing(
     assert_same_training(alone, launch(tmp_path / "several", *replay(recorded), *overrides, ranks=ranks))
 
 
+def test_a_rank_with_nothing_left_takes_part(recorded: Path, untied_folder: Path, tmp_path: Path) -> None:
+    """Four rollouts of more than half a micro-batch each: two ranks have an empty round, in which their head, untied,
+    gets no gradient."""
+    chosen = (*replay(recorded), f"model.path={untied_folder}", "schedule.groups_per_step=1",
+              "train.micro_batch_tokens=64", "generate.max_model_len=64")
+    one = launch(tmp_path / "one", *chosen)
+    assert_same_training(one, launch(tmp_path / "three", *chosen, "train.fsdp=true", ranks=3))
+
+
 @pytest.mark.parametrize("preset", ["m2po", "decoupled_ppo"])
 def test_what_a_loss_asks_of_the_whole_batch_comes_from_all_ranks(recorded: Path, tmp_path: Path, preset: str) -> None:
     chosen = (*replay(recorded), f"algorithm.preset={preset}", "algorithm.aggregation=prompt_mean")
@@ -115,7 +124,7 @@ def rank_1(port: int) -> None:
     from engine.train.rank import World, serve_rank
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sys.exit(serve_rank(World(1, 2, 1, 2)))
+    sys.exit(serve_rank(World(1, 2, 1)))
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_traceback(
@@ -127,7 +136,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(
     monkeypatch.setenv("MASTER_PORT", str(free_port))
     other = multiprocessing.get_context("spawn").Process(target=rank_1, args=(free_port,))
     other.start()
-    learner = Learner(World(0, 2, 0, 2), 2, 60.0)
+    learner = Learner(World(0, 2, 0), 2, 60.0)
     try:
         learner._await_hellos()
         learner._tell([b"1"], Gather())  # before there is a trainer

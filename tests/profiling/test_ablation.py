@@ -14,7 +14,7 @@ from profiling.bench.ablation import CONFIG, STUDIES, Outcome, _outcome, interva
 
 
 def outcome(variant: str, seed: int, after: float, last: float = 0.5, reached: int | None = None) -> Outcome:
-    return Outcome(variant, seed, [0.0] * 5 + [last] * 10, 0.25, after, reached, 60.0)
+    return Outcome(variant, seed, (), [0.0] * 5 + [last] * 10, 0.25, after, reached, 60.0)
 
 
 def test_an_interval_is_students() -> None:
@@ -22,6 +22,8 @@ def test_an_interval_is_students() -> None:
     mean, half = interval([1.0, 2.0, 3.0])
     assert (mean, half) == (2.0, pytest.approx(2.4843, abs=1e-4))
     assert math.isnan(interval([1.0])[1])
+    # 12 values, 11 degrees: the point of 9 degrees, which is the wider one.
+    assert interval([0.0, 1.0] * 6)[1] == pytest.approx(2.262 * math.sqrt(3 / 11) / math.sqrt(12), abs=1e-6)
 
 
 def test_differences_are_paired_by_seed() -> None:
@@ -45,8 +47,8 @@ def test_an_outcome_is_read_from_the_runs_files(tmp_path: Path) -> None:
         folder = tmp_path / "evals" / f"step-{step:06d}"
         folder.mkdir(parents=True)
         (folder / "held_out.json").write_text(json.dumps({"sums": {"sampled": {"mean": mean}}}))
-    made = _outcome(tmp_path, config(run={"steps": 7}), "a", 3, 61.0)
-    assert made == Outcome("a", 3, rewards, 0.25, 0.75, 6, 61.0)
+    made = _outcome(tmp_path, config(run={"steps": 7}), "a", 3, ("train.lr=1e-3",), 61.0)
+    assert made == Outcome("a", 3, ("train.lr=1e-3",), rewards, 0.25, 0.75, 6, 61.0)
     assert made.last == pytest.approx(5.5 / 7)
 
 

@@ -221,7 +221,7 @@ def test_an_unknown_environment_is_refused(own: Path, env: str, limit: str) -> N
     with pytest.raises(ConfigError) as caught:
         TaskSource([TaskSection(env="jsonl", params={"path": sums(own, "a", 1)}), TaskSection(env=env)], 0)
     assert str(caught.value) == (
-        f"tasks.1.env = {env!r}: {limit}\n  -> use reasoning_gym, jsonl, hub, or module:Class of your own"
+        f"tasks.1.env = {env!r}: {limit}\n  -> use reasoning_gym, jsonl, hub, chats, or module:Class of your own"
     )
 
 

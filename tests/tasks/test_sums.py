@@ -57,6 +57,9 @@ def test_a_run_trains_on_none_that_it_holds_out() -> None:
 
 
 def test_a_misspelt_param_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.engine\.tasks\.sums:Sums\.params\.largets = 9: is no key"):
+    with pytest.raises(ConfigError, match=r"params\.largets of task \S+ = 9: is no key"):
         sums(largets=9)
+    for largest in ("9", -1, 2.5, True):
+        with pytest.raises(ConfigError, match="is no whole number of 0 or more"):
+            sums(largest=largest)
     sums(largest=9, score="exact")
