@@ -87,9 +87,7 @@ async def run_stages(run: Run) -> int:
 async def admit(run: Run) -> None:
     """Tasks become leases as slots come free."""
     generate = run.config.generate
-    sampling = Sampling(
-        temperature=generate.temperature, max_new_tokens=generate.max_new_tokens, stop=generate.stop
-    )
+    sampling = Sampling.of(generate)
     refused_in_a_row = 0
     while True:
         order = await run.admission.admit()

@@ -54,9 +54,7 @@ def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -
     async def preview() -> list[Group]:
         generate = config.generate
         driver = Driver(generator, chat, run_seed=config.run.seed, worker="preview", engine_build="")
-        sampling = Sampling(
-            temperature=generate.temperature, max_new_tokens=generate.max_new_tokens, stop=generate.stop
-        )
+        sampling = Sampling.of(generate)
         try:
             await generator.open()
             leases = [

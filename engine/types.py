@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config import GenerateSection
+
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
@@ -53,6 +55,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     max_new_tokens: int
     stop: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, generate: GenerateSection) -> Sampling:
+        """As the configuration says."""
+        return cls(temperature=generate.temperature, max_new_tokens=generate.max_new_tokens, stop=generate.stop)
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):

@@ -67,11 +67,7 @@ async def evaluate(
     questions = tasks.held_out(config.evals.limit)
     for question in questions:
         chat.encode(question)
-    sampling = Sampling(
-        temperature=config.evals.temperature,
-        max_new_tokens=config.generate.max_new_tokens,
-        stop=config.generate.stop,
-    )
+    sampling = msgspec.structs.replace(Sampling.of(config.generate), temperature=config.evals.temperature)
     version = generator.served_version
     groups: list[Group] = []
     for start in range(0, len(questions), _WAVE):
