@@ -38,6 +38,7 @@ fast: $(INSTALLED) ## the tests that start no engine
 bench: $(INSTALLED) ## the benchmarks, one after the other
 	$(BIN)/python -m profiling.bench.weight_update
 	$(BIN)/python -m profiling.bench.loop_lag
+	$(BIN)/python -m profiling.bench.head_dtype
 
 soak: $(INSTALLED) ## the tests that run for hours
 	@$(BIN)/pytest -q -m soak || { [ $$? -eq 5 ] && echo "there are no soak tests yet"; }
