@@ -27,7 +27,7 @@ help: ## show this list
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1	/p' Makefile
 
 train: $(INSTALLED) ## train: quickstart.toml on a CPU, one_gpu.toml on a GPU; ARGS="run.steps=5" overrides keys
-	$(BIN)/torchrun --nproc-per-node 1 launch.py --config $(CONFIG) $(ARGS)
+	$(BIN)/python launch.py --config $(CONFIG) $(ARGS)
 
 test: check ## everything that this machine can test; what CI runs
 	$(BIN)/pytest -q -m "not soak"

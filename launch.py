@@ -17,6 +17,8 @@ from engine.errors import ConfigError, FarfieldError
 def main() -> int:
     """Parse, check, run. Exit codes: 0 done, 2 bad config or arguments, 3 something is missing, 1 anything else."""
     arguments = _parse()
+    # For modules of the user's own.
+    sys.path.append(str(Path.cwd()))
     environment.prepare()
     if int(os.environ.get("RANK", "0")):
         return _follow(arguments)
@@ -129,11 +131,13 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
 
 
 def _report(error: BaseException) -> int:
-    """The first failure's own traceback; the cancellations that followed it say nothing."""
+    """The first failure alone: the cancellations that followed it say nothing. One that is no bug says all in its
+    message."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    traceback.print_exception(error)
     known = isinstance(error, FarfieldError)
+    if not known:
+        traceback.print_exception(error)
     print(f"error: {error}" if known else f"error: {type(error).__name__}: {error}", file=sys.stderr)
     if not known or not error.remedy:
         print("  -> the traceback above names the place; the engine's own log is engine.log in the run folder",

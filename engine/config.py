@@ -443,7 +443,8 @@ def _refuse_chats_elsewhere(config: Config) -> None:
         if (task.env == "chats") != supervised:
             raise ConfigError(f"tasks.{index}.env", value=task.env,
                               limit=f"does not go with algorithm.preset = {config.algorithm.preset!r}",
-                              remedy="env = 'chats' and preset = 'ce' belong together")
+                              remedy="env = 'chats' and preset = 'ce' belong together; rewards need another env, such "
+                                     "as 'jsonl'")
         if supervised and task.held_out:
             raise ConfigError(f"tasks.{index}.held_out", value=task.held_out, limit="supervised steps evaluate nothing",
                               remedy="remove it; hold questions out in the run that follows")
@@ -471,7 +472,7 @@ def _require_files(config: Config) -> None:
         if not (folder / "config.json").is_file():
             raise MissingError(
                 f"model.path = {path!r}: no model folder there (looked for {folder / 'config.json'})",
-                remedy=f"name a Hugging Face folder, a hub id such as org/model, or one of {', '.join(MODEL_ALIASES)}",
+                remedy=_model_remedy(path, folder),
             )
     template = config.model.chat_template
     if template and not Path(template).expanduser().is_file():
@@ -489,6 +490,14 @@ def _require_files(config: Config) -> None:
     if config.generate.replay_from and not (Path(config.generate.replay_from) / "rollouts").is_dir():
         raise MissingError(f"generate.replay_from = {config.generate.replay_from!r}: holds no rollouts folder",
                            remedy="name the folder of a finished run, runs/NAME")
+
+
+def _model_remedy(path: str, folder: Path) -> str:
+    if (folder / "checkpoints" / "latest" / "config.json").is_file():
+        return f"did you mean {path}/checkpoints/latest?"
+    near = difflib.get_close_matches(path, MODEL_ALIASES, n=1)
+    known = f"name a Hugging Face folder, a hub id such as org/model, or one of {', '.join(MODEL_ALIASES)}"
+    return f"did you mean {near[0]}?" if near else known
 
 
 def is_hub_id(path: str) -> bool:

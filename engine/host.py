@@ -80,7 +80,7 @@ def create_run_folder(config: Config, config_name: str) -> Path:
     """A new folder runs/NAME with the resolved configuration.
 
     Raises:
-        ConfigError: a folder of that name is not empty.
+        ConfigError: a folder of that name holds a run, or something else.
     """
     parent = Path(config.run.dir).expanduser()
     text = msgspec.toml.encode(config)
@@ -92,8 +92,8 @@ def create_run_folder(config: Config, config_name: str) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            # An empty folder may be another run's that starts in this second: taken only if it was asked for.
-            if not config.run.name or not folder.is_dir() or any(folder.iterdir()):
+            # One without a step may be another run's that starts in this second: taken only if it was asked for.
+            if not config.run.name or not folder.is_dir() or _holds_a_run(folder):
                 continue
         except OSError as error:
             raise ConfigError(
@@ -102,9 +102,16 @@ def create_run_folder(config: Config, config_name: str) -> Path:
         (folder / "config.toml").write_bytes(text)
         return folder
     raise ConfigError(
-        "run.name", value=config.run.name, limit=f"{candidates[0]} is not empty",
+        "run.name", value=config.run.name, limit=f"{candidates[0]} holds something already",
         remedy="choose another name, or delete that folder",
     )
+
+
+def _holds_a_run(folder: Path) -> bool:
+    """Whether anything would be lost: a start that failed before the first step leaves nothing worth keeping."""
+    rows = folder / "metrics.jsonl"
+    known = (folder / "config.toml").is_file() or not any(folder.iterdir())
+    return not known or (rows.is_file() and rows.stat().st_size > 0)
 
 
 def build_generator(config: Config, model_folder: Path, folder: Path, terminal: Terminal) -> Generator:
@@ -192,6 +199,8 @@ class Host:
             if run.stop.is_set() and steps > self._saved_step:
                 await self._save(steps)
             self._terminal.note(f"{'stopped after' if run.stop.is_set() else 'done:'} {steps} steps in {self._folder}")
+            if steps and not self._trainer.version:
+                self._terminal.note("no step changed the weights: --preview shows what the rewards are like")
             for task in watching:
                 task.cancel()
 

@@ -184,10 +184,10 @@ async def train(run: Run) -> int:
         await run.admission.published()
         left = sorted([*fates, *run.rejected], key=lambda group: group.lease.order)
         run.rejected.clear()
-        run.recorder.judged(step, verdicts(result.metrics))
         run.recorder.step(
             step, version_before, run.trainer.version, left, batch, result, timings, generator_busy_s
         )
+        run.recorder.judged(step, verdicts(result.metrics), result.metrics)
     return run.config.run.steps
 
 

@@ -22,7 +22,7 @@ from engine.rollout.chat import Chat, open_chat
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
 from engine.train.model import materialise
-from engine.types import Group, Lease, Sampling, Task
+from engine.types import Group, Lease, Rollout, Sampling, Task
 
 _SHOWN = 2
 _ENOUGH_MIXED = 0.2
@@ -105,8 +105,15 @@ def _show(group: Group, chat: Chat) -> None:
     prompt = chat.decode_all(first.token_ids[~first.trainable])
     print(f"\n{group.lease.task.task_id}  gold {group.lease.task.answer.get('answer')!r}\n{prompt}")
     for rollout in group.rollouts[:_SHOWN]:
-        print(f"  | {printable(rollout.text)}\n  = extracted {rollout.extracted!r}, reward {rollout.reward}, "
+        print(f"  | {printable(rollout.text)}\n  = extracted {rollout.extracted!r}, reward {_reward(rollout)}, "
               f"{rollout.length} tokens, {rollout.stop_reason}")
+
+
+def _reward(rollout: Rollout) -> str:
+    """With why there is none."""
+    if rollout.reward is not None:
+        return str(rollout.reward)
+    return f"none ({', '.join(rollout.reward_parts) or 'truncated'})"
 
 
 def _summary(section: TaskSection, groups: Sequence[Group]) -> list[str]:

@@ -27,6 +27,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     if len(set(values)) == 1 or set(values) <= {0.0, 1.0}:
         z2 = _Z**2
         centre, spread = mean + z2 / (2 * count), _Z * math.sqrt(mean * (1 - mean) / count + z2 / (4 * count**2))
-        return Estimate(mean, (centre - spread) / (1 + z2 / count), (centre + spread) / (1 + z2 / count), count)
-    half = _Z * float(np.std(values, ddof=1)) / math.sqrt(count)
-    return Estimate(mean, max(0.0, mean - half), min(1.0, mean + half), count)
+        low, high = (centre - spread) / (1 + z2 / count), (centre + spread) / (1 + z2 / count)
+    else:
+        half = _Z * float(np.std(values, ddof=1)) / math.sqrt(count)
+        low, high = mean - half, mean + half
+    return Estimate(mean, max(0.0, low), min(1.0, high), count)

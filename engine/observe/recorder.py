@@ -71,13 +71,13 @@ class Recorder:
         """A group was admitted."""
         self._leased[env] += 1
 
-    def judged(self, step: int, verdicts: Mapping[str, str]) -> None:
+    def judged(self, step: int, verdicts: Mapping[str, str], metrics: Row) -> None:
         """What the step's mismatch metrics mean: an event when that changes, and a line when one turns bad."""
         changed = {name: word for name, word in verdicts.items() if self._verdicts.get(name, "healthy") != word}
         if changed:
             self.events.write("health", step=step, **changed)
         for name in (name for name, word in changed.items() if word == "bad"):
-            self._terminal.note(f"step {step}: {name} is bad (docs/algorithms.md says what that means)")
+            self._terminal.note(f"step {step}: {name} = {metrics[name]:.3g} is bad (docs/algorithms.md, Health)")
         self._verdicts = {**self._verdicts, **verdicts}
 
     def published(self, version: Version) -> None:

@@ -23,6 +23,8 @@ from engine.types import Rollout, StopReason, Task
 _LOAD_LIMIT_S = 120.0
 # A loop that was held up may see a reply and the end of its time at once: it looks again before it kills.
 _GRACE_S = 0.1
+# Characters of a completion or answer in a message.
+_SHOWN = 200
 
 _decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -77,7 +79,8 @@ class ScoringPool:
             self._idle.put_nowait(worker)
         if isinstance(reply, Failure):
             raise ScoringError(
-                f"the scorer of task {task.task_id} raised:\n{reply.traceback.rstrip()}",
+                f"the scorer of task {task.task_id} raised on completion {rollout.text[:_SHOWN]!r}, answer "
+                f"{str(task.answer.get('answer'))[:_SHOWN]!r}:\n{reply.traceback.rstrip()}",
                 remedy=reply.remedy,
             )
         return truncated(Score(reply.reward, reply.extracted, reply.parts), rollout.stop_reason, self._reward.truncated)

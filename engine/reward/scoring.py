@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import msgspec
@@ -93,7 +94,8 @@ def _require_scorer(name: str, path: str) -> None:
     except (ImportError, AttributeError) as error:
         limit = str(error)
     near = difflib.get_close_matches(name, _NAMED)
-    remedy = f"did you mean {near[0]}?" if near else f"use {', '.join(_NAMED)}, or module:function of your own"
+    own = "module:function of your own, in a module beside launch.py, in the current folder or on the PYTHONPATH"
+    remedy = f"did you mean {near[0]}?" if near else f"use {', '.join(_NAMED)}, or {own}"
     raise ConfigError(path, value=name, limit=limit, remedy=remedy)
 
 
@@ -174,7 +176,8 @@ def _overlong(job: Job, extracted: str | None) -> float:
 
 def _custom(job: Job, name: str, score: Custom, extracted: str | None) -> float:
     """The user's own reward."""
-    value = float(score(job.completion, job.answer))
-    if not math.isfinite(value):
-        raise ValueError(f"{name} returned {value}: a reward must be finite")
-    return value
+    value = score(job.completion, job.answer)
+    # numpy's numbers are Reals too.
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise ValueError(f"{name} returned {value!r}: a reward is a finite number")
+    return float(value)

@@ -139,9 +139,8 @@ def _own_class(name: str, path: str) -> Callable[[TaskSection], Environment]:
             return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         limit = f"cannot be imported: {error}"
-    raise ConfigError(
-        path, value=name, limit=limit, remedy="use reasoning_gym, jsonl, hub, chats, or module:Class of your own"
-    )
+    own = "module:Class of your own, in a module beside launch.py, in the current folder or on the PYTHONPATH"
+    raise ConfigError(path, value=name, limit=limit, remedy=f"use reasoning_gym, jsonl, hub, chats, or {own}")
 
 
 def _hold_out(environment: Environment, count: int, path: str) -> list[Question]:

@@ -241,9 +241,10 @@ def test_a_verdict_is_told_when_it_changes(tmp_path: Path, clock: Clock) -> None
     terminal = Watching()
     book = recorder(tmp_path, terminal)
     for step, word in enumerate(("healthy", "bad", "bad", "watch", "healthy"), start=1):
-        book.judged(step, {"mismatch/k1": word, "mismatch/ess": "healthy"})
+        verdicts = {"mismatch/k1": word, "mismatch/ess": "healthy"}
+        book.judged(step, verdicts, {"mismatch/k1": 0.125, "mismatch/ess": 0.5})
     book.close()
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["step"], event["mismatch/k1"]) for event in events] == [(2, "bad"), (4, "watch"), (5, "healthy")]
     assert all("mismatch/ess" not in event for event in events)
-    assert [note.partition(" (")[0] for note in terminal.notes] == ["step 2: mismatch/k1 is bad"]
+    assert [note.partition(" (")[0] for note in terminal.notes] == ["step 2: mismatch/k1 = 0.125 is bad"]

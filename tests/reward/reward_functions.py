@@ -90,3 +90,7 @@ def pid_then_hangs(completion: str, answer: Answer) -> float:
 
 
 not_a_function = 5
+
+
+def forgets_to_return(completion: str, answer: Answer) -> None:
+    pass

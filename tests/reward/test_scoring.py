@@ -98,9 +98,10 @@ def test_a_reward_is_the_weighted_sum_of_its_parts() -> None:
     )
 
 
-def test_a_reward_must_be_finite() -> None:
-    with pytest.raises(ValueError, match="returned nan: a reward must be finite"):
-        judge("reward_functions:is_no_number", "", {"answer": ""})
+@pytest.mark.parametrize(("name", "said"), [("is_no_number", "nan"), ("forgets_to_return", "None")])
+def test_a_reward_is_a_finite_number(name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"reward_functions:{name} returned {said}: a reward is a finite number"):
+        judge(f"reward_functions:{name}", "", {"answer": ""})
 
 
 @pytest.mark.parametrize(

@@ -220,9 +220,8 @@ def test_the_system_prompt_comes_first(tmp_path: Path) -> None:
 def test_an_unknown_environment_is_refused(own: Path, env: str, limit: str) -> None:
     with pytest.raises(ConfigError) as caught:
         TaskSource([TaskSection(env="jsonl", params={"path": sums(own, "a", 1)}), TaskSection(env=env)], 0)
-    assert str(caught.value) == (
-        f"tasks.1.env = {env!r}: {limit}\n  -> use reasoning_gym, jsonl, hub, chats, or module:Class of your own"
-    )
+    expected = f"tasks.1.env = {env!r}: {limit}\n  -> use reasoning_gym, jsonl, hub, chats, or module:Class of your own"
+    assert str(caught.value).startswith(expected)
 
 
 def test_an_environment_of_the_users_own(own: Path) -> None:
