@@ -188,6 +188,6 @@ def test_failing_stage_ends_the_run_with_its_traceback(tmp_path):
     output = process.communicate(timeout=15)[0]
     assert process.returncode == 1
     assert "ZeroDivisionError: this scorer is broken on purpose" in output
-    assert "ScoringError" in output
+    assert "error: the scorer of task letters/" in output
     assert output.rstrip().endswith("-> mend the reward function at the place that its traceback names")
     assert _ended(children, 1)
