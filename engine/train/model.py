@@ -118,25 +118,27 @@ _TINY_TEMPLATE = (
 def build_tiny(folder: Path, *, tied: bool = True, seed: int = 0) -> None:
     """A random two-layer Llama with a byte-level tokenizer, for tests and the smoke run."""
     tokenizer = byte_tokenizer()
+    model = random_llama(
+        tokenizer, seed, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=2048, tie_word_embeddings=tied,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def random_llama(tokenizer: PreTrainedTokenizerFast, seed: int, **shape: Any) -> LlamaForCausalLM:
+    """Random weights for the tokens of `byte_tokenizer`; `shape` goes to LlamaConfig."""
     vocabulary = tokenizer.get_vocab()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=2048,
-        tie_word_embeddings=tied,
         eos_token_id=vocabulary["<|end|>"],
         pad_token_id=vocabulary["<|pad|>"],
         bos_token_id=None,
+        **shape,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        return LlamaForCausalLM(config)
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

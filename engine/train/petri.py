@@ -14,12 +14,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from engine.config import Config
 from engine.errors import TrainingError
-from engine.train.model import byte_tokenizer
+from engine.train.model import byte_tokenizer, random_llama
 from engine.train.pack import Packing, supervised_batch
 from engine.train.trainer import TorchTrainer
 from engine.types import Batch, Rollout
@@ -49,7 +48,10 @@ def build_petri(folder: Path) -> None:
         TrainingError: the model has not learned within several times the usual number of steps.
     """
     tokenizer = byte_tokenizer()
-    _random_model(tokenizer).save_pretrained(folder)
+    random_llama(
+        tokenizer, _SEED, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=True,
+    ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     trainer = TorchTrainer(_config(), folder)
     draws = random.Random(_SEED)
@@ -90,26 +92,6 @@ def _config() -> Config:
         },
         Config,
     )
-
-
-def _random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    vocabulary = tokenizer.get_vocab()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=vocabulary["<|end|>"],
-        pad_token_id=vocabulary["<|pad|>"],
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
-        return LlamaForCausalLM(config)
 
 
 def _sum(tokenizer: PreTrainedTokenizerFast, draws: random.Random, *, wrong: float) -> Rollout:
