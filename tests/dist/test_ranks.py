@@ -1,5 +1,5 @@
-"""Several ranks, as torchrun starts them, on recorded rollouts: the same losses and weights as one; and what happens when
-a rank fails."""
+"""Several ranks, as torchrun starts them, on recorded rollouts: the same losses and weights as one; and what happens
+when a rank fails."""
 
 from __future__ import annotations
 
@@ -178,12 +178,13 @@ def until_rows(folder: Path, count: int, process: subprocess.Popen[str]) -> list
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", ["0", "1"], ids=["learner", "other"])
+def test_a_killed_rank_ends_the_run_and_leaves_nothing(tmp_path: Path, number: str) -> None:
     folder = tmp_path / "run"
     process = start_endless(tmp_path)
     try:
         children = until_rows(folder, 3, process)
-        rank = next(child for child in children if child.environ().get("RANK") == "1")
+        rank = next(child for child in children if child.environ().get("RANK") == number)
         rank.send_signal(signal.SIGKILL)
         output = process.communicate(timeout=60)[0]
     finally:
