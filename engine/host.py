@@ -194,7 +194,8 @@ class Host:
             self._stop = run.stop
             if self._generator.served_version:
                 async with run.slice.training():
-                    await run.route.publish(0)
+                    limit_s = self._config.run.stage_timeout_s
+                    await clock.within(limit_s, "the weight update", run.route.publish(0))
             steps = await self._run_steps(run)
             if run.stop.is_set() and steps > self._saved_step:
                 await self._save(steps)

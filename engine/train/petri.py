@@ -71,7 +71,9 @@ def build_petri(folder: Path) -> None:
         taught += _CHECK_EVERY
         print(f"  .. making the petri model: {right:.2f} right after {taught} steps, until {LEARNED}", file=sys.stderr,
               flush=True)
-    while right > RIGHT and unsettling < _MOST_STEPS:
+    while right > RIGHT:
+        if unsettling >= _MOST_STEPS:
+            raise TrainingError(f"the petri model was not unsettled by {unsettling} steps")
         right = train(1, wrong=_WRONG)
         unsettling += 1
     trainer.model.save_pretrained(folder)

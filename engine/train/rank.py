@@ -110,7 +110,7 @@ def _join_trainers(store: Store, rank: int, ranks: int, limit_s: float) -> None:
 
 class Learner:
     """Rank 0's end: a `trainer.Team`. `watch` runs on the event loop; `trainer`, `step` and `gather` in the training
-    thread, which also sends the farewell if `close` finds it waiting for ranks.
+    thread, between whose commands `close` may come from any other.
 
     Raises:
         TrainingError: a rank has gone.
