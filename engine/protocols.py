@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from engine.types import Batch, Rollout, Segment, SegmentRequest, Task, Version
+
+SleepLevel = Literal[0, 1, 2]
 
 
 class Generator(Protocol):
@@ -40,8 +42,36 @@ class Generator(Protocol):
         """End every open request with what it has; hold new ones back. Returns once all have ended."""
         ...
 
+    async def drain(self) -> None:
+        """Hold new requests back; returns once all open ones have ended by themselves."""
+        ...
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        """Hold every request where it is, and new ones with them: a weight route may now replace the weights. With
+        `clear_cache` whatever is remembered of earlier tokens is computed anew afterwards, under the new weights."""
+        ...
+
     async def resume(self) -> None:
-        """Undo `interrupt`."""
+        """Undo `interrupt`, `drain` and `pause`: what was held goes on.
+
+        Raises:
+            GenerationError: the weights were dropped by `sleep(2)` and nothing has replaced them.
+        """
+        ...
+
+    async def cancel(self, request_ids: Collection[str]) -> None:
+        """End these requests with what they have, `ended="interrupted"`; the others go on. Ids that are not open are
+        passed over."""
+        ...
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Give memory back, after `interrupt` or `drain`: 1 the KV cache, and the weights to the host's memory; 2 both
+        dropped; 0 nothing."""
+        ...
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """Take back the memory that `sleep` gave, weights first. After `sleep(2)` the weights must be published before
+        `resume`."""
         ...
 
     async def watch(self) -> None:
@@ -88,6 +118,14 @@ class Trainer(Protocol):
         """
         ...
 
+    def offload(self, what: Literal["optimizer", "all"]) -> None:
+        """Move the optimizer's state, or the parameters too, off the device."""
+        ...
+
+    def onload(self) -> None:
+        """Take back onto the device whatever `offload` moved off it."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write an HF folder that `transformers` and vLLM load as it is; atomic: whole or absent."""
         ...
@@ -122,5 +160,5 @@ class WeightRoute(Protocol):
     """Brings the trainer's current weights to the engines it serves."""
 
     async def publish(self, number: int) -> Version:
-        """Make the trainer's weights, as version `number`, what the engines serve. Generators are interrupted."""
+        """Make the trainer's weights, as version `number`, what the engines serve. Their generators are paused."""
         ...
