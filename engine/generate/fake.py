@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from engine.errors import GenerationError
+from engine.protocols import SleepLevel
 from engine.types import Segment, SegmentRequest
 
 Length = Callable[[SegmentRequest], int]
@@ -37,9 +38,9 @@ class FakeGenerator:
     a standard exponential. Stop strings are not looked for, since these tokens have no text.
 
     A step makes one token for every running request and takes `step_s + step_s_per_sequence * running +
-    prefill_s_per_token * (tokens of the requests that join)` seconds on the loop's clock; at 0 it still yields to the
-    loop. `max_num_seqs` run at once, the others wait, first in first out. `interrupt` and cancellation lose the token
-    under way.
+    prefill_s_per_token * (tokens of the requests that join, or whose cache was cleared)` seconds on the loop's clock;
+    at 0 it still yields to the loop. `max_num_seqs` run at once, the others wait, first in first out. `interrupt`,
+    `pause` and cancellation lose the step under way. `sleep` above level 0 takes `sleep_s`, waking included.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class FakeGenerator:
         step_s: float = 0.0,
         step_s_per_sequence: float = 0.0,
         prefill_s_per_token: float = 0.0,
+        sleep_s: float = 0.0,
         max_num_seqs: int = 256,
         version: int = 0,
     ) -> None:
@@ -60,12 +62,15 @@ class FakeGenerator:
         self._step_s = step_s
         self._step_s_per_sequence = step_s_per_sequence
         self._prefill_s_per_token = prefill_s_per_token
+        self._sleep_s = sleep_s
         self._max_num_seqs = max_num_seqs
         self._version = version
         self._open: list[_Request] = []
         self._timer: asyncio.Handle | None = None
         self._going = asyncio.Event()
         self._going.set()
+        self._paused = False
+        self._weights_dropped = False
         self._closed = False
         self.num_requests = 0
         self.tokens_generated = 0
@@ -78,6 +83,7 @@ class FakeGenerator:
     def set_version(self, number: int) -> None:
         """Serve version `number` from the next token on, in open requests too. For weight routes."""
         self._version = number
+        self._weights_dropped = False
 
     async def open(self) -> None:
         pass
@@ -92,18 +98,43 @@ class FakeGenerator:
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
         if self._closed:
             raise GenerationError("the generator is closed")
-        if any(not request.ended.done() for request in self._open):
-            raise GenerationError("a wave was asked for while other requests are in flight")
+        self._require_idle("a wave was asked for")
         return await asyncio.gather(*[self._submit(request) for request in requests])
 
     async def interrupt(self) -> None:
         self._going.clear()
-        for request in self._stop():
-            request.ended.set_result(self._segment(request, "interrupted"))
+        await self._end_early(self._stop())
+
+    async def drain(self) -> None:
+        self._going.clear()
+        while running := self._in_flight():
+            await asyncio.wait([request.ended for request in running])
         await asyncio.sleep(0)  # every open `generate` returns before this does
 
+    async def pause(self, *, clear_cache: bool) -> None:
+        self._paused = True
+        self._stop_clock()
+        if clear_cache:
+            for request in self._open:
+                request.cached = False
+
     async def resume(self) -> None:
+        if self._weights_dropped:
+            raise GenerationError("the generator is to resume, but sleep dropped its weights and none were published")
+        self._paused = False
         self._going.set()
+        self._start_clock()
+
+    async def cancel(self, request_ids: Collection[str]) -> None:
+        await self._end_early([request for request in self._in_flight() if request.sent.request_id in request_ids])
+
+    async def sleep(self, level: SleepLevel) -> None:
+        self._require_idle("sleep was asked for")
+        self._weights_dropped = level == 2
+        await asyncio.sleep(self._sleep_s if level else 0)
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        pass
 
     async def close(self) -> None:
         """Open requests and later ones raise GenerationError."""
@@ -121,22 +152,34 @@ class FakeGenerator:
     def _submit(self, sent: SegmentRequest) -> asyncio.Future[Segment]:
         if sent.max_new_tokens < 1:
             raise GenerationError(f"request {sent.request_id!r} has room for {sent.max_new_tokens} new tokens")
-        loop = asyncio.get_running_loop()
-        request = _Request(sent, max(1, self._length(sent)), loop.create_future())
+        ended: asyncio.Future[Segment] = asyncio.get_running_loop().create_future()
+        request = _Request(sent, max(1, self._length(sent)), ended)
         self._open.append(request)
         self.num_requests += 1
-        if self._timer is None:  # at the loop's next turn, so that all requests of this one share the step
-            self._timer = loop.call_soon(self._begin_step)
+        self._start_clock()
         return request.ended
 
+    def _require_idle(self, what: str) -> None:
+        if self._in_flight():
+            raise GenerationError(f"{what} while other requests are in flight")
+
+    def _start_clock(self) -> None:
+        if self._timer is None and not self._paused:
+            # At the loop's next turn, so that all requests of this one share the step.
+            self._timer = asyncio.get_running_loop().call_soon(self._begin_step)
+
+    def _stop_clock(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     def _begin_step(self) -> None:
-        # Whoever awaits a request and is cancelled cancels its future: that is how it leaves the batch.
-        self._open = [request for request in self._open if not request.ended.done()]
+        self._open = self._in_flight()
         running = self._open[: self._max_num_seqs]
         if not running:
             self._timer = None
             return
-        prefilled = sum(len(request.sent.token_ids) for request in running if not request.made)
+        prefilled = sum(len(request.sent.token_ids) + request.made for request in running if not request.cached)
         self.tokens_prefilled += prefilled
         step_s = self._step_s + self._step_s_per_sequence * len(running) + self._prefill_s_per_token * prefilled
         self._timer = asyncio.get_running_loop().call_later(step_s, self._end_step, running)
@@ -153,14 +196,20 @@ class FakeGenerator:
                 request.ended.set_result(self._segment(request, "length"))
         self._begin_step()
 
+    def _in_flight(self) -> list[_Request]:
+        # Whoever awaits a request and is cancelled cancels its future: that is how it leaves the batch.
+        return [request for request in self._open if not request.ended.done()]
+
     def _stop(self) -> list[_Request]:
         """Idle the engine; the requests that were open."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        stopped = [request for request in self._open if not request.ended.done()]
-        self._open = []
+        self._stop_clock()
+        stopped, self._open = self._in_flight(), []
         return stopped
+
+    async def _end_early(self, requests: Sequence[_Request]) -> None:
+        for request in requests:
+            request.ended.set_result(self._segment(request, "interrupted"))
+        await asyncio.sleep(0)  # their `generate` returns before this does
 
     def _segment(self, request: _Request, ended: Literal["stop", "length", "interrupted"]) -> Segment:
         uniform_T2 = np.empty((request.made, 2))
@@ -184,12 +233,14 @@ class _Request:
     natural_length: int
     ended: asyncio.Future[Segment]
     made: int = 0
+    cached: bool = False
     spans: list[tuple[int, int]] = field(default_factory=list)
 
     def add_token(self, version: int) -> None:
         if not self.spans or self.spans[-1][1] != version:
             self.spans.append((self.made, version))
         self.made += 1
+        self.cached = True
 
 
 def _stream(request: SegmentRequest, purpose: str) -> np.random.Generator:

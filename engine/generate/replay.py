@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from engine.errors import GenerationError
 from engine.observe.metrics import read_groups
+from engine.protocols import SleepLevel
 from engine.types import Group, Int32, Rollout, Segment, SegmentRequest
 
 
@@ -17,7 +18,8 @@ class ReplayGenerator:
 
     What was asked several times (tasks that started over) is answered in the recorded order, then with the last
     answer again. Spans name the recorded versions, whatever `served_version` is. Members without a sampled token, or
-    that failed, have no answer. No request is ever open, so `interrupt` only holds new ones back.
+    that failed, have no answer. No request is ever open, so `interrupt`, `drain` and `pause` only hold new ones back.
+    There are no weights to lose.
     """
 
     def __init__(self, groups: Iterable[Group], *, version: int = 0) -> None:
@@ -60,8 +62,23 @@ class ReplayGenerator:
     async def interrupt(self) -> None:
         self._going.clear()
 
+    async def drain(self) -> None:
+        self._going.clear()
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        self._going.clear()
+
     async def resume(self) -> None:
         self._going.set()
+
+    async def cancel(self, request_ids: Collection[str]) -> None:
+        pass
+
+    async def sleep(self, level: SleepLevel) -> None:
+        pass
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        pass
 
     async def close(self) -> None:
         pass

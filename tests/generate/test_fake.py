@@ -210,6 +210,91 @@ def test_a_version_switch_in_flight_shows_in_spans_and_tokens() -> None:
     assert switched.logprobs.tolist() == [*before.logprobs[:2].tolist(), *after.logprobs[2:].tolist()]
 
 
+def test_a_drain_holds_new_requests_until_the_open_ones_have_ended() -> None:
+    async def main() -> None:
+        fake = FakeGenerator(length=lengths(3, 5, 1), step_s=1.0, max_num_seqs=1)
+        is_open = [asyncio.ensure_future(fake.generate(request(seed=seed))) for seed in range(2)]
+        await asyncio.sleep(0.5)
+        drained = asyncio.ensure_future(timed(fake.drain()))
+        await asyncio.sleep(0.5)
+        held = asyncio.ensure_future(timed(fake.generate(request(seed=2))))
+        assert (await drained)[0] == 8.0
+        assert [one.result().ended for one in is_open] == ["stop", "stop"]
+        await asyncio.sleep(2.0)
+        await fake.resume()
+        assert (await held)[0] == 11.0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(("clear_cache", "step_s", "prefilled"), [(False, 1.25, 7), (True, 2.75, 13)])
+def test_a_pause_holds_requests_in_place_and_a_cleared_cache_is_computed_again(
+    clear_cache: bool, step_s: float, prefilled: int
+) -> None:
+    """Prefill of 4 + 2 tokens makes the first step 2.5 s long, the second ends at 3.5; the pause at 4 loses the third.
+    The step after it computes the held request's one token, and all 6 of the open one whose cache was cleared."""
+
+    async def main() -> tuple[float, Segment]:
+        fake = FakeGenerator(length=lengths(4, 2, 1), step_s=1.0, prefill_s_per_token=0.25)
+        first, second = [
+            asyncio.ensure_future(timed(fake.generate(sent))) for sent in (request(1, 2, 3, 4), request(1, 2, seed=1))
+        ]
+        await asyncio.sleep(4.0)
+        assert second.done()
+        await fake.pause(clear_cache=clear_cache)
+        held = asyncio.ensure_future(timed(fake.generate(request(1, seed=2))))
+        await asyncio.sleep(10.0)
+        assert fake.tokens_generated == 4
+        assert not held.done()
+        fake.set_version(1)
+        await fake.resume()
+        assert (await held)[0] == 14.0 + step_s
+        assert fake.tokens_prefilled == prefilled
+        return await first
+
+    ended, segment = run_virtual(main())
+    assert ended == 14.0 + step_s + 1.0
+    assert segment.version_spans == ((0, 0), (2, 1))
+
+
+def test_cancelled_ids_end_with_what_they_have_and_the_others_go_on() -> None:
+    async def main() -> None:
+        fake = FakeGenerator(length=lengths(9, 4), step_s=1.0)
+        cut, kept = [asyncio.ensure_future(timed(fake.generate(request(seed=seed)))) for seed in range(2)]
+        await asyncio.sleep(2.5)
+        await fake.cancel({"r0", "unknown"})
+        assert cut.done()
+        assert (len(cut.result()[1].token_ids), cut.result()[1].ended) == (2, "interrupted")
+        assert (await kept)[0] == 4.0
+
+    run_virtual(main())
+
+
+def test_level_2_drops_the_weights_which_must_be_published_before_resume() -> None:
+    async def main() -> None:
+        fake = FakeGenerator(length=lengths(3), step_s=1.0, sleep_s=5.0)
+        is_open = asyncio.ensure_future(fake.generate(request()))
+        await asyncio.sleep(0.5)
+        with pytest.raises(GenerationError, match="in flight"):
+            await fake.sleep(1)
+        for level, slept_s in ((0, 0.0), (1, 5.0), (2, 5.0)):
+            await fake.interrupt()
+            assert is_open.done()
+            begun_s = now()
+            await fake.sleep(level)
+            assert now() - begun_s == slept_s
+            await fake.wake("weights")
+            if level == 2:
+                with pytest.raises(GenerationError, match="none were published"):
+                    await fake.resume()
+                fake.set_version(1)
+            await fake.wake("kv_cache")
+            await fake.resume()
+        assert (await fake.generate(request())).version_spans == ((0, 1),)
+
+    run_virtual(main())
+
+
 def test_a_cancelled_request_leaves_the_batch() -> None:
     async def main() -> tuple[float, Segment]:
         fake = FakeGenerator(length=lengths(3, 9, 9), step_s_per_sequence=1.0, max_num_seqs=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -132,10 +132,19 @@ def test_a_wave_answers_in_order_and_versions_are_settable() -> None:
     assert replay.served_version == 5
 
 
-def test_requests_wait_while_interrupted() -> None:
+@pytest.mark.parametrize(
+    "hold",
+    [
+        ReplayGenerator.interrupt,
+        ReplayGenerator.drain,
+        lambda replay: ReplayGenerator.pause(replay, clear_cache=True),
+    ],
+    ids=["interrupt", "drain", "pause"],
+)
+def test_requests_wait_until_resume(hold: Callable[[ReplayGenerator], Awaitable[None]]) -> None:
     async def main() -> Segment:
         replay = ReplayGenerator([group(rollout(1, seed=10))])
-        await replay.interrupt()
+        await hold(replay)
         held = asyncio.ensure_future(replay.generate(request(10)))
         await asyncio.sleep(1.0)
         assert not held.done()
