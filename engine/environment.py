@@ -8,11 +8,14 @@ import json
 import logging.config
 import os
 import platform
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import psutil
+
+from engine.errors import ConfigError
 
 HOST_PID = "FARFIELD_HOST_PID"
 
@@ -50,6 +53,35 @@ def _keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)):
         libc.mallopt(option, value)
+
+
+def divide_cores(available: Collection[int], cores: str) -> tuple[list[int], list[int]]:
+    """The generator's cores and the trainer's, for placement `split`. `cores` names the generator's, such as "0-3,6";
+    empty: the first half of those `available`.
+
+    Raises:
+        ConfigError: it is no list of cores, names one that is not there, or leaves one side without any.
+    """
+    there = sorted(available)
+    generator = _named_cores(cores, there) if cores else there[: len(there) // 2]
+    trainer = [core for core in there if core not in generator]
+    if not generator or not trainer:
+        raise ConfigError("schedule.cores", value=cores, limit=f"leaves one side none of {len(there)} cores",
+                          remedy="give each side at least one, or use schedule.placement = 'time_sliced'")
+    return generator, trainer
+
+
+def _named_cores(cores: str, there: list[int]) -> list[int]:
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", cores):
+        raise ConfigError("schedule.cores", value=cores, limit="is no list of cores", remedy="such as '0-3' or '0,2'")
+    ends = [[int(end) for end in part.split("-")] for part in cores.split(",")]
+    # The ends first: a range of billions is refused before it is counted out.
+    if all(end in there for pair in ends for end in pair):
+        named = {core for pair in ends for core in range(pair[0], pair[-1] + 1)}
+        if named <= set(there):
+            return sorted(named)
+    raise ConfigError("schedule.cores", value=cores, limit="names cores that are not there",
+                      remedy=f"this process may use {', '.join(map(str, there))}")
 
 
 @contextlib.contextmanager
