@@ -3,32 +3,62 @@
 Groups are numbered at admission. There are (S + 1) P slots, P groups a step; a slot is taken at admission and returns
 when its group is dropped, or when the step that consumed it has been published. With o the smallest number neither
 selected nor dropped, a completed group may be selected if its number is below o + W, lowest first. The version before
-the step is then at most S + ceil((W - 1) / P) above the version served at admission (MiniMax, arXiv 2605.26494).
+the step is then at most S + ceil((W - 1) / P) above the version served at admission (MiniMax, arXiv 2605.26494;
+docs/staleness.md has the proof).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection
+from typing import Literal, NamedTuple
 
-from engine.types import Group
+from engine.clock import now
+from engine.types import Group, Outcome
+
+
+class Gone(NamedTuple):
+    """A group that was dropped for the time it took, and why. `group` once it is completed."""
+
+    number: int
+    outcome: Outcome
+    reason: str
+    group: Group | None
 
 
 class Admission:
     """`max_staleness` M <= 1 takes S = M, W = 1; above that S = M - 1, W = P + 1. Either way the bound is M.
 
+    `overdue` says what happens to a group that is slower than the others. "wait": whatever is completed is trained, in
+    the window's order; if the trainer has waited for the oldest open group for `max_wait_s` (0: no limit) while others
+    were ready, that group is dropped. "drop": no window; the trainer takes what is ready, and a group that is not
+    when the bound forbids to train it is dropped.
+
     `total` groups are consumed in the whole run; no more are admitted than can still be.
     """
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, total: int) -> None:
-        lead, self._window = (max_staleness, 1) if max_staleness <= 1 else (max_staleness - 1, groups_per_step + 1)
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, total: int, overdue: Literal["wait", "drop"] = "wait",
+        max_wait_s: float = 0.0,
+    ) -> None:
+        lead, window = (max_staleness, 1) if max_staleness <= 1 else (max_staleness - 1, groups_per_step + 1)
         self.slots = (lead + 1) * groups_per_step
+        self._groups_per_step = groups_per_step
+        self._max_staleness = max_staleness
+        self._window = window if overdue == "wait" else math.inf
+        self._max_wait_s = max_wait_s if overdue == "wait" and max_wait_s else math.inf
         self._free = self.slots
         self._left_to_admit = total
         self._next = 0
+        self._admitted_at: dict[int, int] = {}
+        """Version served at admission, of the open and the completed ones."""
         self._open: set[int] = set()
         self._completed: dict[int, Group] = {}
-        self._consumed = 0
+        self._selected: set[int] = set()
+        self._gone: dict[int, Gone] = {}
+        self._overdue: asyncio.Queue[Gone] = asyncio.Queue()
+        self._blocked_s = 0.0
         self._changed = asyncio.Condition()
 
     @property
@@ -36,14 +66,17 @@ class Admission:
         """Admitted and neither completed, selected nor dropped."""
         return len(self._open)
 
-    async def admit(self) -> int:
-        """Wait for a slot and take it: the number of the group that may now be generated."""
+    async def admit(self, served_version: int, lag: int = 0) -> int:
+        """Wait for a slot and take it: the number of the group that may now be generated, by a host that serves a
+        version `lag` behind `served_version`, the published one."""
+        kept = lag * self._groups_per_step
         async with self._changed:
-            await self._changed.wait_for(lambda: self._free > 0 and self._left_to_admit > 0)
+            await self._changed.wait_for(lambda: self._free > kept and self._left_to_admit > 0)
             self._free -= 1
             self._left_to_admit -= 1
             number = self._next
             self._next += 1
+            self._admitted_at[number] = served_version - lag
             self._open.add(number)
             return number
 
@@ -57,37 +90,91 @@ class Admission:
             await self._changed.wait_for(lambda: self._open.isdisjoint(generated) and self._to_generate())
             return self._to_generate()
 
-    async def complete(self, group: Group) -> None:
-        """The group is scored and may be selected once the window reaches it."""
+    async def complete(self, group: Group) -> bool:
+        """The group is scored and may be selected once the window reaches it. False: it is `gone`."""
         async with self._changed:
+            if group.lease.order not in self._open:
+                return False
             self._open.remove(group.lease.order)
             self._completed[group.lease.order] = group
             self._changed.notify_all()
+            return True
 
-    async def drop(self, number: int) -> None:
-        """The group will not be trained: its slot returns, and another may be admitted in its place."""
+    async def drop(self, *numbers: int) -> None:
+        """These groups, open, completed or selected, will not be trained: their slots return, and others may be
+        admitted in their place."""
         async with self._changed:
-            self._open.discard(number)
-            self._completed.pop(number, None)
-            self._free += 1
-            self._left_to_admit += 1
-            self._changed.notify_all()
+            self._drop(numbers)
 
-    async def select(self) -> Group:
-        """Wait for the next group that may be trained, and take it."""
+    async def select(self, version: int) -> Group:
+        """Wait for the next group that may be trained by a step on `version`, and take it."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._selectable() is not None)
-            number = self._selectable()
-            assert number is not None
-            self._consumed += 1
+            if self._window == math.inf:
+                self._drop_stale(version)
+            while (number := self._selectable()) is None:
+                await self._wait_for_change()
+            self._selected.add(number)
+            del self._admitted_at[number]
             return self._completed.pop(number)
 
     async def published(self) -> None:
-        """The step that consumed the groups selected so far is over and its version served: their slots return."""
+        """The groups selected so far have been trained and the resulting version is served: their slots return."""
         async with self._changed:
-            self._free += self._consumed
-            self._consumed = 0
+            self._free += len(self._selected)
+            self._selected.clear()
             self._changed.notify_all()
+
+    async def overdue(self) -> Gone:
+        """Wait for the next group that `overdue` or `max_wait_s` drops; its slot has returned."""
+        return await self._overdue.get()
+
+    def gone(self, number: int) -> Gone | None:
+        """Told once for each group that was dropped before it was completed."""
+        return self._gone.pop(number, None)
+
+    def blocked_s(self) -> float:
+        """Seconds in which `select` waited while groups were ready that the window did not admit; since the last
+        call."""
+        blocked_s, self._blocked_s = self._blocked_s, 0.0
+        return blocked_s
+
+    async def _wait_for_change(self) -> None:
+        """One change, or the end of `max_wait_s` for the group that blocks those that are ready."""
+        if not self._completed:
+            await self._changed.wait()
+            return
+        oldest, since = min(self._open), now()
+        try:
+            async with asyncio.timeout(None if self._max_wait_s == math.inf else self._max_wait_s):
+                while self._selectable() is None and self._completed and oldest == min(self._open):
+                    await self._changed.wait()
+        except TimeoutError:
+            self._lose(oldest, "timed_out", f"the trainer waited {self._max_wait_s:g} s for it while others were ready")
+        finally:
+            self._blocked_s += now() - since
+
+    def _drop_stale(self, version: int) -> None:
+        for number, served in list(self._admitted_at.items()):
+            if version - served > self._max_staleness:
+                limit = f"schedule.max_staleness = {self._max_staleness}"
+                self._lose(number, "stale", f"admitted {version - served} versions ago, {limit}")
+
+    def _lose(self, number: int, outcome: Outcome, reason: str) -> None:
+        gone = Gone(number, outcome, reason, self._completed.get(number))
+        if gone.group is None:
+            self._gone[number] = gone
+        self._drop((number,))
+        self._overdue.put_nowait(gone)
+
+    def _drop(self, numbers: Collection[int]) -> None:
+        for number in numbers:
+            self._open.discard(number)
+            self._selected.discard(number)
+            self._completed.pop(number, None)
+            self._admitted_at.pop(number, None)
+        self._free += len(numbers)
+        self._left_to_admit += len(numbers)
+        self._changed.notify_all()
 
     def _to_generate(self) -> int:
         """Groups admitted and not completed, and those that can be admitted now."""

@@ -99,7 +99,8 @@ class GenerateSection(Section, frozen=True, kw_only=True):
     """Rollouts generated at once."""
     kv_cache_gib: PositiveFloat = 1.0
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    sleep_level: Literal[0, 1, 2] = 0
+    sleep_level: Literal[0, 1, 2] = 1
+    """What the engine gives back while the trainer has the devices."""
     quantization: str = ""
     speculative: dict[str, Any] = {}
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -224,6 +225,11 @@ class Config(Section, frozen=True, kw_only=True):
         """Dtype of the weights that the engine holds, and of weights on their way to it."""
         return self.model.dtype if self.generate.dtype == "auto" else self.generate.dtype
 
+    @property
+    def sleep_level(self) -> Literal[0, 1, 2]:
+        """How deep the engine sleeps in a slice: it gives back only what it shares with the trainer."""
+        return self.generate.sleep_level if self.schedule.placement == "time_sliced" else 0
+
 
 # Key -> the values that work today. Everything else the schema allows is refused as not built yet.
 NOT_BUILT: dict[str, tuple[object, ...]] = {
@@ -231,17 +237,9 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "generate.tensor_parallel": (1,),
     "generate.data_parallel": (1,),
     "generate.kv_cache_dtype": ("auto",),
-    "generate.sleep_level": (0,),
     "generate.quantization": ("",),
     "generate.speculative": ({},),
-    "schedule.placement": ("time_sliced",),
-    "schedule.cores": ("",),
-    "schedule.steps_per_slice": (1,),
-    "schedule.max_staleness": (0, 1),
-    "schedule.overdue": ("wait",),
-    "schedule.max_wait_s": (0.0,),
-    "schedule.in_flight": ("recompute",),
-    "schedule.refill": (False,),
+    "schedule.placement": ("time_sliced", "split"),
     "train.param_dtype": ("float32",),
     "train.offload": ("none",),
     "train.shared_prompt": (False,),
@@ -402,6 +400,7 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError("train.micro_batch_tokens", value=config.train.micro_batch_tokens,
                           limit=f"one rollout may have generate.max_model_len = {generate.max_model_len} tokens",
                           remedy="raise it to at least that, or lower generate.max_model_len")
+    _refuse_schedules(schedule)
     wave = schedule.groups_per_step * generate.group_size
     if schedule.max_staleness == 0 and generate.max_in_flight < wave:
         raise ConfigError("generate.max_in_flight", value=generate.max_in_flight,
@@ -434,6 +433,27 @@ def _refuse_contradictions(config: Config) -> None:
             raise ConfigError(f"tasks.{index}.name", value=label, limit="another task has that name",
                               remedy="give each [[tasks]] entry its own name; for reasoning_gym, put the family in "
                                      "params.family")
+
+
+def _refuse_schedules(schedule: ScheduleSection) -> None:
+    """Keys of `schedule` that do not go together."""
+    most = 2 if schedule.max_staleness == 1 else max(1, schedule.max_staleness)
+    if schedule.steps_per_slice > most:
+        raise ConfigError("schedule.steps_per_slice", value=schedule.steps_per_slice,
+                          limit=f"schedule.max_staleness = {schedule.max_staleness} has groups for {most} at most",
+                          remedy="lower it, or raise schedule.max_staleness")
+    if schedule.in_flight == "stale_kv" and schedule.placement != "split":
+        raise ConfigError("schedule.in_flight", value="stale_kv",
+                          limit=f"requests do not stay open under placement = {schedule.placement!r}",
+                          remedy="set schedule.placement = 'split', or in_flight = 'recompute'")
+    if schedule.max_wait_s and schedule.overdue == "drop":
+        raise ConfigError("schedule.max_wait_s", value=schedule.max_wait_s,
+                          limit="goes with schedule.overdue = 'wait': 'drop' does not wait",
+                          remedy="set one of the two")
+    if schedule.cores and schedule.placement != "split":
+        raise ConfigError("schedule.cores", value=schedule.cores,
+                          limit=f"cores are not divided under placement = {schedule.placement!r}",
+                          remedy="set schedule.placement = 'split', or leave it empty")
 
 
 def _refuse_chats_elsewhere(config: Config) -> None:

@@ -20,10 +20,11 @@ from engine import clock
 from engine.admission import Admission
 from engine.config import Config
 from engine.environment import end_children, engine_environment
-from engine.errors import ConfigError
+from engine.errors import ConfigError, GenerationError
 from engine.generate.fake import FakeGenerator
 from engine.generate.replay import ReplayGenerator
 from engine.loop import Run, run_stages
+from engine.observe.memory import used_memory
 from engine.observe.metrics import Value
 from engine.observe.recorder import Recorder, Timings
 from engine.observe.terminal import Terminal, open_terminal
@@ -32,13 +33,13 @@ from engine.rollout.chat import Chat, open_chat
 from engine.rollout.drive import Driver
 from engine.supervised import supervise
 from engine.tasks.source import TaskSource
-from engine.timeslice import TimeSlice
+from engine.timeslice import Placement, Split, TimeSlice, golden, require_golden
 from engine.train.model import end_token_ids, materialise
 from engine.train.pack import Packing
 from engine.train.rank import Learner, World
 from engine.train.thread import TrainingThread
 from engine.train.trainer import TorchTrainer
-from engine.types import Version
+from engine.types import Segment, Version
 
 # torchrun kills its workers 30 s after a signal; what is saved must be saved before that.
 STOP_LIMIT_S = 25.0
@@ -155,7 +156,7 @@ class Host:
 
     def __init__(self, config: Config, folder: Path, model_folder: Path, generator: Generator, chat: Chat,
                  tasks: TaskSource, scorer: Scorer, terminal: Terminal, evaluate: Evaluation,
-                 learner: Learner | None = None) -> None:
+                 learner: Learner | None = None, admission: type[Admission] = Admission) -> None:
         self._config = config
         self._folder = folder
         self._model_folder = model_folder
@@ -166,6 +167,7 @@ class Host:
         self._evaluate_version = evaluate
         self._chat = chat
         self._learner = learner
+        self._admission = admission
         self._saved_step = 0
 
     async def serve(self) -> None:
@@ -185,17 +187,11 @@ class Host:
             if self._learner is not None:
                 watching.append(group.create_task(self._learner.watch()))
             self._thread = TrainingThread()
-            self._terminal.status("loading the trainer")
-            self._trainer = await self._thread.call(self._build_trainer)
             self._recorder = self._open_recorder()
             closing.callback(self._recorder.close)
-            run = self._assemble(self._route(self._trainer, self._thread))
+            run = await self._begin()
             self._answer_signals(run)
             self._stop = run.stop
-            if self._generator.served_version:
-                async with run.slice.training():
-                    limit_s = self._config.run.stage_timeout_s
-                    await clock.within(limit_s, "the weight update", run.route.publish(0))
             steps = await self._run_steps(run)
             if run.stop.is_set() and steps > self._saved_step:
                 await self._save(steps)
@@ -204,6 +200,42 @@ class Host:
                 self._terminal.note("no step changed the weights: --preview shows what the rewards are like")
             for task in watching:
                 task.cancel()
+
+    async def _begin(self) -> Run:
+        """Everything before the first step. The trainer takes its memory while the generator sleeps as it will in every
+        slice; whether it wakes up as it was decides how deep it may sleep."""
+        placement = self._placement = self._place()
+        before = await golden(self._generator) if self._sleeps else None
+        self._terminal.status("loading the trainer")
+        async with placement.training():
+            self._trainer = await self._thread.call(self._build_trainer)
+            run = self._assemble(placement, self._route(self._trainer, self._thread))
+            async with placement.publishing():
+                if self._generator.served_version or placement.must_publish:
+                    await self._publish_first(run.route)
+        if isinstance(placement, TimeSlice):
+            placement.trainer = self._trainer
+            if before is not None:
+                await self._test_sleep(placement, before, run.route)
+        return run
+
+    async def _publish_first(self, route: WeightRoute) -> None:
+        await clock.within(self._config.run.stage_timeout_s, "the weight update", route.publish(0))
+
+    async def _test_sleep(self, time_slice: TimeSlice, before: Segment, route: WeightRoute) -> None:
+        """One level less deep when the generator does not wake up as it was; at level 1 that ends the run."""
+        level = time_slice.level
+        try:
+            await require_golden(before, self._generator, level)
+        except GenerationError:
+            if level == 1:
+                raise
+            self._terminal.note("generate.sleep_level = 2 changes log-probs on this engine: going on with 1")
+            time_slice.level = 1
+            async with time_slice.training(), time_slice.publishing():
+                await self._publish_first(route)
+            await require_golden(before, self._generator, 1)
+        self._recorder.events.write("sleep", level=time_slice.level, **time_slice.measured)
 
     async def _run_steps(self, run: Run) -> int:
         """From the first evaluation to the last step; the steps made."""
@@ -238,25 +270,42 @@ class Host:
             tensorboard=observe.tensorboard, micro_batch_tokens=self._config.train.micro_batch_tokens,
         )
 
-    def _assemble(self, route: WeightRoute) -> Run:
+    @property
+    def _sleeps(self) -> bool:
+        chosen = self._config.generate
+        return chosen.backend == "vllm" and self._config.sleep_level > 0
+
+    def _place(self) -> Placement:
+        schedule, limit_s = self._config.schedule, self._config.run.stage_timeout_s
+        if schedule.placement == "split":
+            return Split(self._generator, in_flight=schedule.in_flight, limit_s=limit_s)
+        return TimeSlice(
+            self._generator, self._thread.call, level=self._config.sleep_level, in_flight=schedule.in_flight,
+            offload=self._config.train.offload, limit_s=limit_s, memory=used_memory(),
+        )
+
+    def _assemble(self, placement: Placement, route: WeightRoute) -> Run:
         config = self._config
         builds = f"{config.generate.backend} farfield-{importlib.metadata.version('farfield')}"
         return Run(
             config=config,
             tasks=self._tasks,
-            admission=Admission(
+            admission=self._admission(
                 groups_per_step=config.schedule.groups_per_step,
                 max_staleness=config.schedule.max_staleness,
                 total=config.run.steps * config.schedule.groups_per_step,
+                overdue=config.schedule.overdue,
+                max_wait_s=config.schedule.max_wait_s,
             ),
             driver=Driver(
-                self._generator, self._chat, run_seed=config.run.seed, worker="learner", engine_build=builds
+                self._generator, self._chat, run_seed=config.run.seed, worker="learner", engine_build=builds,
+                max_in_flight=config.generate.max_in_flight,
             ),
             scorer=self._scorer,
             trainer=self._trainer,
             thread=self._thread,
             route=route,
-            slice=TimeSlice(self._generator, config.run.stage_timeout_s),
+            placement=placement,
             packing=Packing(
                 estimator=config.algorithm.advantage,
                 aggregation=config.algorithm.aggregation,
@@ -276,8 +325,9 @@ class Host:
             await self._save(step)
         every = self._config.evals.every
         if every and (last or step % every == 0):
-            with timings.measure("eval"):
-                await self._evaluate(step)
+            async with self._placement.quiet():
+                with timings.measure("eval"):
+                    await self._evaluate(step)
 
     async def _save(self, step: int) -> None:
         folder = self._folder / "checkpoints" / f"step-{step:06d}"

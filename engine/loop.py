@@ -4,48 +4,52 @@
       │                                                                                 ▲
       ▼                                                                                 │
     admit ──Lease──▶ generate ──Group──▶ score ──Verdict──▶ admission ──Group──▶ train ─┤
-      ▲  waits for a    │  one request per   in worker         ready groups,     │      │
-      │  free slot      │  rollout, cut by   processes         oldest first      │   Batch ▼ in the training thread
-      │                 │  every slice                                           │   optimizer step
-      └──── slots ──────┴───────────── interrupt, publish, resume ◀──────────────┴──────┘
+      ▲  waits for a    ▲  one request per   in worker      │ ready groups,        │      │
+      │  free slot      │  rollout           processes      │ oldest first in      │   Batch ▼ in the training thread
+      │                 │                                   │ the window           │   optimizer steps
+      │                 └── expire ◀── overdue groups ──────┘                      │      │
+      └──── slots ──────────────── switch or pause, publish, go on ◀───────────────┴──────┘
 
-`admit` waits for a slot: slots return when a step is published. `generate` waits for leases, and while a slice trains.
-`score` waits for groups. `train` waits for P groups that the window allows. A group whose prompt is too long, or whose
-verdict is a refusal, gives its slot back at once: another is admitted in its place. `train` is the finite clock: when
-it has made its steps the other stages are cancelled. A stage that fails, or returns, ends the run.
+`admit` waits for a slot: slots return when a slice of steps is published. `generate` waits for leases; in `time_sliced`
+also while a slice trains. `score` waits for groups. `train` waits for the groups of its next steps, which the window
+must allow. A group whose prompt is too long, or whose verdict is a refusal, gives its slot back at once: another is
+admitted in its place; so does one that `expire` takes away, because the bound forbids to train it. `train` is the
+finite clock: when it has made its steps the other stages are cancelled. A stage that fails, or returns, ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from engine.admission import Admission
 from engine.algorithms.health import verdicts
 from engine.channel import Channel
-from engine.clock import within
+from engine.clock import now, within
 from engine.config import Config
 from engine.errors import DataError, StalledError
 from engine.observe.recorder import Recorder, Timings
-from engine.protocols import Scorer, Trainer, WeightRoute
+from engine.protocols import Scorer, StepResult, Trainer, WeightRoute
 from engine.rollout.drive import Driver
 from engine.tasks.source import TaskSource
-from engine.timeslice import TimeSlice
-from engine.train.pack import Packing, build_batch
+from engine.timeslice import Placement
+from engine.train.pack import Packing, build_batch, has_signal, with_fate
 from engine.train.thread import TrainingThread
-from engine.types import Group, Lease, Rollout, Sampling, Task, Verdict
+from engine.types import Batch, Group, Lease, Rollout, Sampling, Task, Verdict
 
 # A task source that offers this many prompts in a row that do not fit has no others.
 _MAX_REFUSED = 200
+# With `schedule.refill`: how many times P groups a step may consume.
+_MAX_REFILL = 3
 
 
 @dataclass(kw_only=True)
 class Run:
-    """What the stages share. `after_step` evaluates and saves what is due; it runs while no token is generated."""
+    """What the stages share. `after_step` evaluates and saves what is due: evaluations only where a slice ends."""
 
     config: Config
     tasks: TaskSource
@@ -55,13 +59,13 @@ class Run:
     trainer: Trainer
     thread: TrainingThread
     route: WeightRoute
-    slice: TimeSlice
+    placement: Placement
     packing: Packing
     recorder: Recorder
     after_step: Callable[[int, Timings], Awaitable[None]]
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    rejected: list[Group] = field(default_factory=list[Group])
-    """Dropped since the last row."""
+    dropped: list[Group] = field(default_factory=list[Group])
+    """Since the last row."""
     leases: Channel[Lease] = field(init=False)
     groups: Channel[Group] = field(init=False)
 
@@ -75,7 +79,7 @@ async def run_stages(run: Run) -> int:
     async with asyncio.TaskGroup() as stages:
         others = [
             stages.create_task(_endless(stage), name=stage.__name__)
-            for stage in (admit(run), generate(run), score(run), run.recorder.watch_lag())
+            for stage in (admit(run), generate(run), score(run), expire(run), run.recorder.watch_lag())
         ]
         # A task like the others: the first failure is then the first in the group, whoever's it is.
         steps = await stages.create_task(train(run), name="train")
@@ -90,7 +94,7 @@ async def admit(run: Run) -> None:
     sampling = Sampling.of(generate)
     refused_in_a_row = 0
     while True:
-        order = await run.admission.admit()
+        order = await run.admission.admit(run.driver.served_version)
         lease = Lease(
             lease_id=f"{order:07d}",
             order=order,
@@ -116,7 +120,7 @@ async def admit(run: Run) -> None:
 
 async def reject(run: Run, group: Group, reason: str) -> None:
     """The group leaves the pipeline untrained, for the next row's books."""
-    run.rejected.append(replace(group, outcome="rejected", reason=reason))
+    run.dropped.append(replace(group, outcome="rejected", reason=reason))
     await run.admission.drop(group.lease.order)
 
 
@@ -126,7 +130,7 @@ async def generate(run: Run) -> None:
         await _generate_waves(run)
 
     async def one(lease: Lease) -> None:
-        await run.groups.send(await run.driver.group(lease))
+        await _generated(run, await run.driver.group(lease))
 
     async with asyncio.TaskGroup() as open_groups:
         while True:
@@ -134,13 +138,26 @@ async def generate(run: Run) -> None:
 
 
 async def _generate_waves(run: Run) -> None:
-    """A step's worth as one repeatable wave; once it is scored, what replaces its rejected groups as the next."""
+    """A step's worth as one repeatable wave; once it is scored, what replaces its dropped groups as the next."""
     wave: list[Lease] = []
     while True:
         size = await run.admission.next_wave([lease.order for lease in wave])
         wave = [await run.leases.receive() for _ in range(size)]
         for group in await run.driver.wave(wave):
-            await run.groups.send(group)
+            await _generated(run, group)
+
+
+async def _generated(run: Run, group: Group) -> None:
+    if not _has_gone(run, group):
+        await run.groups.send(group)
+
+
+def _has_gone(run: Run, group: Group) -> bool:
+    """Whether the group was dropped for the time it took; it is then in the books."""
+    gone = run.admission.gone(group.lease.order)
+    if gone is not None:
+        run.dropped.append(replace(group, outcome=gone.outcome, reason=gone.reason))
+    return gone is not None
 
 
 async def score(run: Run) -> None:
@@ -148,6 +165,8 @@ async def score(run: Run) -> None:
 
     async def one(group: Group) -> None:
         verdict = await judge(run.scorer, group)
+        if _has_gone(run, verdict.group):
+            return
         if verdict.accepted:
             await run.admission.complete(verdict.group)
         else:
@@ -158,66 +177,153 @@ async def score(run: Run) -> None:
             open_verdicts.create_task(one(await run.groups.receive()))
 
 
+async def expire(run: Run) -> None:
+    """Groups that took too long leave: from the buffer at once, from generation with what they have."""
+    while True:
+        gone = await run.admission.overdue()
+        if gone.group is not None:
+            run.dropped.append(replace(gone.group, outcome=gone.outcome, reason=gone.reason))
+        else:
+            await run.driver.cancel(gone.number)
+
+
 async def train(run: Run) -> int:
-    """Groups become optimizer steps, and steps become the version that the generator serves."""
-    limit_s = run.config.run.stage_timeout_s
-    for step in range(1, run.config.run.steps + 1):
-        timings = Timings()
-        with timings.measure("wait_rollouts"):
-            groups = await select(run)
-        if groups is None:
-            return step - 1
-        async with run.slice.training():
-            generator_busy_s = run.driver.busy_s()
-            version_before = run.trainer.version
-            batch, fates = build_batch(groups, run.packing, version=version_before)
-            with timings.measure("train"):
-                result = await within(limit_s, "the training step", run.thread.call(run.trainer.step, batch))
-            if not result.skipped:
-                with timings.measure("publish"):
-                    version = await within(limit_s, "the weight update", run.route.publish(run.trainer.version))
-                run.recorder.published(version)
+    """Groups become optimizer steps, and every slice of steps becomes the version that the generator serves."""
+    step = 0
+    while step < run.config.run.steps:
+        timings, last = Timings(), _slice_end(run.config, step)
+        # On shared devices the trainer takes over once a whole slice is ready; on its own ones it works as groups come.
+        ready = await select(run, last - step if run.placement.exclusive else 1, timings)
+        if not ready:
+            break
+        async with run.placement.training():
+            generator_busy_s, served = run.driver.busy_s(), run.trainer.version
+            while True:
+                step += 1
+                made = await _train_step(run, step, ready.pop(0), timings)
+                if step == last or run.stop.is_set():
+                    break
+                await run.after_step(step, timings)
+                _book(run, made, timings, generator_busy_s)
+                timings, generator_busy_s = Timings(), 0.0
+                ready = ready or await select(run, 1, timings)
+                if not ready:
+                    return step
+            async with run.placement.publishing():
+                if run.trainer.version != served or run.placement.must_publish:
+                    await _publish(run, timings)
             await run.after_step(step, timings)
-            run.driver.busy_s()  # not counted: what was open was held back
-        timings.add("switch", run.slice.switch_s)
         # Outside the slice: nothing holds back a wave, which begins as soon as its groups are admitted.
         await run.admission.published()
-        left = sorted([*fates, *run.rejected], key=lambda group: group.lease.order)
-        run.rejected.clear()
-        run.recorder.step(
-            step, version_before, run.trainer.version, left, batch, result, timings, generator_busy_s
-        )
-        run.recorder.judged(step, verdicts(result.metrics), result.metrics)
-    return run.config.run.steps
+        timings.add("switch", run.placement.take_switch_s())
+        _book(run, made, timings, generator_busy_s)
+    return step
 
 
-async def select(run: Run) -> list[Group] | None:
-    """The next step's groups, lowest numbers first; None when the run was asked to stop meanwhile.
+def _slice_end(config: Config, step: int) -> int:
+    """The last step of the slice that begins after `step`. An evaluation ends one: it is of its own step's version."""
+    ends = [step + config.schedule.steps_per_slice, config.run.steps]
+    if config.evals.every:
+        ends.append((step // config.evals.every + 1) * config.evals.every)
+    return min(ends)
+
+
+class _Made(NamedTuple):
+    """A step that was made: everything for its row but the times."""
+
+    step: int
+    version_before: int
+    version: int
+    fates: list[Group]
+    batch: Batch
+    result: StepResult
+
+
+async def _train_step(run: Run, step: int, groups: Sequence[Group], timings: Timings) -> _Made:
+    version = run.trainer.version
+    batch, fates = build_batch(groups, run.packing, version=version)
+    with timings.measure("train"):
+        training = run.thread.call(run.trainer.step, batch)
+        result = await within(run.config.run.stage_timeout_s, "the training step", training)
+    return _Made(step, version, run.trainer.version, fates, batch, result)
+
+
+async def _publish(run: Run, timings: Timings) -> None:
+    with timings.measure("publish"):
+        publishing = run.route.publish(run.trainer.version)
+        version = await within(run.config.run.stage_timeout_s, "the weight update", publishing)
+    run.recorder.published(version)
+
+
+def _book(run: Run, made: _Made, timings: Timings, generator_busy_s: float) -> None:
+    """The row of a step. Requests that were open while the trainer had the generator's devices were held back."""
+    open_s = run.driver.busy_s()
+    left = sorted([*made.fates, *run.dropped], key=lambda group: group.lease.order)
+    run.dropped.clear()
+    run.recorder.step(
+        made.step, made.version_before, made.version, left, made.batch, made.result, timings,
+        generator_busy_s + (0.0 if run.placement.exclusive else open_s),
+    )
+    run.recorder.judged(made.step, verdicts(made.result.metrics), made.result.metrics)
+
+
+async def select(run: Run, steps: int, timings: Timings) -> list[list[Group]]:
+    """The groups of the next `steps` steps, lowest numbers first; nothing when the run was asked to stop meanwhile."""
+    started, batches = now(), list[list[Group]]()
+    while len(batches) < steps:
+        groups = await _select_step(run, run.trainer.version + len(batches))
+        if groups is None:
+            return []
+        batches.append(groups)
+    blocked_s = run.admission.blocked_s()
+    timings.add("wait_stale", blocked_s)
+    timings.add("wait_rollouts", now() - started - blocked_s)
+    return batches
+
+
+async def _select_step(run: Run, version: int) -> list[Group] | None:
+    """One step's groups; with `schedule.refill` those without a signal are dropped for others, up to a limit."""
+    wanted, refill = run.config.schedule.groups_per_step, run.config.schedule.refill
+    left = wanted * _MAX_REFILL if refill else wanted
+    chosen: list[Group] = []
+    while len(chosen) < wanted and left:
+        fresh: list[Group] = []
+        for _ in range(min(wanted - len(chosen), left)):
+            group = await _next_ready(run, version)
+            if group is None:
+                return None
+            fresh.append(group)
+        left -= len(fresh)
+        silent = [group for group in fresh if refill and not has_signal(group)]
+        # All at once: what replaces them at max_staleness 0 is one wave.
+        await run.admission.drop(*(group.lease.order for group in silent))
+        run.dropped += [with_fate(group, signal=False) for group in silent]
+        chosen += [group for group in fresh if group not in silent]
+    return chosen
+
+
+async def _next_ready(run: Run, version: int) -> Group | None:
+    """None when the run was asked to stop meanwhile.
 
     Raises:
         StalledError: no group became ready within `run.stage_timeout_s`.
     """
-    groups: list[Group] = []
     limit_s = run.config.run.stage_timeout_s
+    ready = asyncio.ensure_future(run.admission.select(version))
     stopping = asyncio.ensure_future(run.stop.wait())
     try:
-        while len(groups) < run.config.schedule.groups_per_step:
-            ready = asyncio.ensure_future(run.admission.select())
-            try:
-                await asyncio.wait({ready, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-                if stopping.done():
-                    return None
-                if not ready.done():
-                    raise StalledError(
-                        f"generation or scoring: no group became ready within {limit_s} s, "
-                        f"{run.admission.open_groups} are open",
-                        remedy="look at engine.log in the run folder, or raise run.stage_timeout_s",
-                    )
-                groups.append(await ready)
-            finally:
-                ready.cancel()
-        return groups
+        await asyncio.wait({ready, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            return None
+        if not ready.done():
+            raise StalledError(
+                f"generation or scoring: no group became ready within {limit_s} s, "
+                f"{run.admission.open_groups} are open",
+                remedy="look at engine.log in the run folder, or raise run.stage_timeout_s",
+            )
+        return await ready
     finally:
+        ready.cancel()
         stopping.cancel()
 
 

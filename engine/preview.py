@@ -53,7 +53,8 @@ def run_preview(config: Config, tasks: TaskSource, scorer: Scorer, count: int) -
 
     async def preview() -> list[Group]:
         generate = config.generate
-        driver = Driver(generator, chat, run_seed=config.run.seed, worker="preview", engine_build="")
+        driver = Driver(generator, chat, run_seed=config.run.seed, worker="preview", engine_build="",
+                        max_in_flight=generate.max_in_flight)
         sampling = Sampling.of(generate)
         try:
             await generator.open()

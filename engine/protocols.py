@@ -33,8 +33,8 @@ class Generator(Protocol):
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
         """Run all requests as one wave on an empty cache, admitted in the given order before the first token.
 
-        Nothing else may be in flight; it also runs while interrupted, which holds back `generate` alone. The same
-        requests under the same weights give the same tokens.
+        Nothing else may be in flight; it also runs while interrupted or paused, which then hold back `generate` alone.
+        The same requests under the same weights give the same tokens.
         """
         ...
 

@@ -63,7 +63,8 @@ async def evaluate(
         DataError: a question's prompt is too long. Said before the first wave, and so before training: without that
             question another thing would be measured.
     """
-    driver = Driver(generator, chat, run_seed=_SEED, worker="evals", engine_build="")
+    driver = Driver(generator, chat, run_seed=_SEED, worker="evals", engine_build="",
+                    max_in_flight=config.generate.max_in_flight)
     questions = tasks.held_out(config.evals.limit)
     for question in questions:
         chat.encode(question)

@@ -24,12 +24,12 @@ def numbered(order: int) -> Group:
 
 async def taken(admission: Admission) -> list[int]:
     """Every number that is to be had without waiting."""
-    return await _while_ready(admission.admit)
+    return await _while_ready(lambda: admission.admit(0))
 
 
 async def selected(admission: Admission) -> list[int]:
     """The numbers of all groups that may be trained without waiting, in order."""
-    return [one.lease.order for one in await _while_ready(admission.select)]
+    return [one.lease.order for one in await _while_ready(lambda: admission.select(0))]
 
 
 async def _while_ready(call: Any) -> list[Any]:
@@ -73,7 +73,7 @@ def test_max_staleness_1_generates_the_next_step_meanwhile() -> None:
         assert await selected(admission) == []
         assert admission.open_groups == 1
         await admission.complete(numbered(0))
-        assert [(await admission.select()).lease.order for _ in range(2)] == [0, 1]
+        assert [(await admission.select(0)).lease.order for _ in range(2)] == [0, 1]
         await admission.published()
         # At the second step groups 2 and 3 are one version old; 4 and 5 begin with it.
         assert await taken(admission) == [4, 5]
@@ -164,7 +164,7 @@ def test_no_more_are_admitted_than_can_be_consumed() -> None:
         assert await taken(admission) == [0, 1, 2, 3]
         for order in range(4):
             await admission.complete(numbered(order))
-        assert [(await admission.select()).lease.order for _ in range(2)] == [0, 1]
+        assert [(await admission.select(0)).lease.order for _ in range(2)] == [0, 1]
         await admission.published()
         assert await taken(admission) == [4, 5]
         assert await selected(admission) == [2, 3]
@@ -177,8 +177,8 @@ def test_no_more_are_admitted_than_can_be_consumed() -> None:
 def test_waiting_ends_when_there_is_something() -> None:
     async def main() -> None:
         admission = Admission(groups_per_step=1, max_staleness=0, total=2)
-        await admission.admit()
-        second, first = asyncio.ensure_future(admission.admit()), asyncio.ensure_future(admission.select())
+        await admission.admit(0)
+        second, first = asyncio.ensure_future(admission.admit(0)), asyncio.ensure_future(admission.select(0))
         await asyncio.sleep(1.0)
         await admission.complete(numbered(0))
         assert (await first).lease.order == 0
@@ -192,8 +192,8 @@ def test_waiting_ends_when_there_is_something() -> None:
 def test_a_cancelled_wait_takes_nothing() -> None:
     async def main() -> None:
         admission = Admission(groups_per_step=1, max_staleness=0, total=2)
-        await admission.admit()
-        for waiting in (asyncio.ensure_future(admission.admit()), asyncio.ensure_future(admission.select())):
+        await admission.admit(0)
+        for waiting in (asyncio.ensure_future(admission.admit(0)), asyncio.ensure_future(admission.select(0))):
             await asyncio.sleep(1.0)
             waiting.cancel()
         await admission.complete(numbered(0))
@@ -233,7 +233,7 @@ class Interleaving:
     async def admit(self) -> None:
         async with asyncio.TaskGroup() as groups:
             while True:
-                number = await self.admission.admit()
+                number = await self.admission.admit(self.version)
                 assert number == len(self.served_at)
                 self.served_at[number] = self.version
                 assert len(self.served_at) - self.returned <= self.admission.slots
@@ -256,7 +256,7 @@ class Interleaving:
     async def train(self) -> None:
         for _ in range(self.steps):
             for _ in range(self.per_step):
-                self.consume((await self.admission.select()).lease.order)
+                self.consume((await self.admission.select(self.version)).lease.order)
                 if self.random.random() < 0.3:
                     await self.pause()
             await self.pause()

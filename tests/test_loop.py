@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,6 +140,7 @@ class Parts:
     scorer: Any = field(default_factory=Alternating)
     after_step: Callable[[int, Timings], Awaitable[None]] = nothing_due
     route: Any = None
+    placement: Any = None
 
     def __post_init__(self) -> None:
         self.route = self.route or LabelRoute(self.generator)
@@ -158,12 +158,15 @@ class Parts:
             admission=Admission(
                 groups_per_step=PER_STEP, max_staleness=self.max_staleness, total=self.steps * PER_STEP
             ),
-            driver=Driver(self.generator, self.chat, run_seed=1, worker="here", engine_build="fake"),
+            driver=Driver(self.generator, self.chat, run_seed=1, worker="here", engine_build="fake",
+                          max_in_flight=256),
             scorer=self.scorer,
             trainer=self.trainer,
             thread=self.thread,
             route=self.route,
-            slice=TimeSlice(self.generator, 60.0),
+            placement=self.placement or TimeSlice(
+                self.generator, self.thread.call, level=0, in_flight="recompute", offload="none", limit_s=60.0
+            ),
             packing=packing(micro_batch_tokens=4096, temperature=settings.generate.temperature),
             recorder=Recorder(
                 self.folder, SilentTerminal(), envs=["sums"], samples=1, tensorboard=False, micro_batch_tokens=4096
@@ -194,13 +197,6 @@ def parts(tmp_path: Path, tiny_folder: Path) -> Iterator[Callable[..., Parts]]:
     yield make
     for one in made:
         one.made.recorder.close()
-
-
-@pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured is measured on the simulated clock too."""
-    for module in ("rollout.drive", "timeslice", "observe.recorder"):
-        monkeypatch.setattr(f"engine.{module}.time", SimpleNamespace(monotonic=now))
 
 
 def leaves(error: BaseException) -> list[BaseException]:
@@ -304,7 +300,8 @@ def test_evaluations_have_the_generator_to_themselves(parts: Callable[..., Parts
 
     async def evaluate(step: int, timings: Timings) -> None:
         questions = [lease(order, of=task(order), group_size=1) for order in range(3)]
-        groups = await Driver(made.generator, made.chat, run_seed=9, worker="evals", engine_build="").wave(questions)
+        groups = await Driver(made.generator, made.chat, run_seed=9, worker="evals", engine_build="",
+                              max_in_flight=256).wave(questions)
         seen.extend({version for group in groups for one in group.rollouts for _, version in one.version_spans})
 
     made = parts(max_staleness=max_staleness, after_step=evaluate)
@@ -317,7 +314,7 @@ def test_evaluations_have_the_generator_to_themselves(parts: Callable[..., Parts
     [(0, [6.1] * 4, [6.0] * 4), (1, [6.1, 0.0, 6.1, 1.1], [6.0, 0.0, 6.1, 1.0])],
 )
 def test_times_by_hand(
-    parts: Callable[..., Parts], simulated: None, max_staleness: int, waits_s: list[float], busy_s: list[float]
+    parts: Callable[..., Parts], max_staleness: int, waits_s: list[float], busy_s: list[float]
 ) -> None:
     """Rollouts take 6 s, scoring .1 s, training 3 s, publishing .5 s, evaluation 2 s.
 

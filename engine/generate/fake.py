@@ -99,6 +99,7 @@ class FakeGenerator:
         if self._closed:
             raise GenerationError("the generator is closed")
         self._require_idle("a wave was asked for")
+        self._paused = False  # holding back concerns `generate` alone
         return await asyncio.gather(*[self._submit(request) for request in requests])
 
     async def interrupt(self) -> None:

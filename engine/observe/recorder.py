@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from engine.clock import now
 from engine.observe.metrics import EventLog, MetricsLog, RolloutLog, Row, Value, complete_row, group_metrics
 from engine.observe.tensorboard import TensorBoardLog
 from engine.observe.terminal import Sample, Terminal
@@ -19,6 +19,7 @@ from engine.protocols import StepResult
 from engine.types import Batch, Group, Version
 
 _LAG_PERIOD_S = 0.01
+_TIMES = ("wait_rollouts", "wait_stale", "train", "publish", "switch", "eval")
 
 
 class Timings:
@@ -29,9 +30,9 @@ class Timings:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
+        started = now()
         yield
-        self.add(name, time.monotonic() - started)
+        self.add(name, now() - started)
 
     def add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -57,7 +58,7 @@ class Recorder:
         self._envs = envs
         self._num_samples = samples
         self._micro_batch_tokens = micro_batch_tokens
-        self._started = self._last_row = time.monotonic()
+        self._started = self._last_row = now()
         self._leased: Counter[str] = Counter()
         self._verdicts: Mapping[str, str] = {}
         self._lags_ms: list[float] = []
@@ -65,7 +66,7 @@ class Recorder:
 
     def start(self) -> None:
         """The first admission is about to happen: step times count from here."""
-        self._last_row = time.monotonic()
+        self._last_row = now()
 
     def leased(self, env: str) -> None:
         """A group was admitted."""
@@ -108,8 +109,8 @@ class Recorder:
         generator_busy_s: float,
     ) -> None:
         """Write the row of a step whose consumed groups, with their fates, are `groups`."""
-        now = time.monotonic()
-        elapsed, self._last_row = now - self._last_row, now
+        at = now()
+        elapsed, self._last_row = at - self._last_row, at
         row = complete_row(
             group_metrics(groups, version_before=version_before, envs=self._envs)
             | result.metrics
@@ -118,7 +119,7 @@ class Recorder:
                 "step": step,
                 "version": version,
                 "skipped": result.skipped or None,
-                "time_s": now - self._started,
+                "time_s": at - self._started,
                 "groups/leased": self._leased.total(),
                 "pack/efficiency": self._pack_efficiency(batch),
                 "time/step": elapsed,
@@ -128,7 +129,7 @@ class Recorder:
                 "memory/host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             }
             | {f"ledger/{env}/leased": self._leased[env] for env in self._envs}
-            | {f"time/{name}": timings.get(name) for name in ("wait_rollouts", "train", "publish", "switch", "eval")}
+            | {f"time/{name}": timings.get(name) for name in _TIMES}
         )
         self._leased.clear()
         self._lags_ms.clear()

@@ -1,23 +1,24 @@
 """From a lease to a group: one request per rollout, continued across interruptions.
 
 A segment that was interrupted is continued by a new request: prompt plus tokens so far, what is left of the budget, a
-seed derived from both. Its version spans are shifted to their place in the whole sequence.
+seed derived from both. Its version spans are shifted to their place in the whole sequence. At most `max_in_flight`
+rollouts are under way, oldest first; one keeps its place while it is interrupted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
+from engine.clock import now
 from engine.protocols import Generator
 from engine.rollout.chat import Chat
 from engine.seeds import derive_seed
-from engine.types import Group, Int32, Lease, Rollout, Sampling, Segment, SegmentRequest, Task
+from engine.types import Group, Int32, Lease, Rollout, Sampling, Segment, SegmentRequest, StopReason, Task
 
 
 class _Open:
@@ -29,18 +30,23 @@ class _Open:
         self.prompt = prompt
         self.seed = seed
         self.segments: list[Segment] = []
-        self.started = time.monotonic()
+        self.started = now()
+        self.cancelled = False
 
     @property
     def made(self) -> Int32:
         return np.concatenate([np.zeros(0, np.int32), *(segment.token_ids for segment in self.segments)])
+
+    @property
+    def request_id(self) -> str:
+        return f"{self.lease.lease_id}/{self.index}/{len(self.segments)}"
 
     def request(self, stop: tuple[str, ...]) -> SegmentRequest:
         """The request that begins or continues this rollout."""
         made, sampling = self.made, self.lease.sampling
         seed = derive_seed(self.seed, hashlib.sha256(made.tobytes()).digest()) if len(made) else self.seed
         return SegmentRequest(
-            request_id=f"{self.lease.lease_id}/{self.index}/{len(self.segments)}",
+            request_id=self.request_id,
             token_ids=np.concatenate([self.prompt, made]),
             max_new_tokens=sampling.max_new_tokens - len(made),
             temperature=sampling.temperature,
@@ -52,8 +58,12 @@ class _Open:
 class Driver:
     """Turns leases into groups with a generator."""
 
-    def __init__(self, generator: Generator, chat: Chat, *, run_seed: int, worker: str, engine_build: str) -> None:
+    def __init__(
+        self, generator: Generator, chat: Chat, *, run_seed: int, worker: str, engine_build: str, max_in_flight: int
+    ) -> None:
         self._generator = generator
+        self._in_flight = asyncio.Semaphore(max_in_flight)
+        self._open: dict[int, list[_Open]] = {}
         self._chat = chat
         self._run_seed = run_seed
         self._worker = worker
@@ -63,10 +73,12 @@ class Driver:
         self._busy_s = 0.0
 
     async def group(self, lease: Lease) -> Group:
-        """Generate a group whose rollouts may be interrupted and continued."""
-        members = self._members(lease)
+        """Generate a group whose rollouts may be interrupted and continued. After `cancel` its rollouts are what they
+        were by then, those that were under way with stop reason "error"."""
+        members = self._open[lease.order] = self._members(lease)
         async with asyncio.TaskGroup() as rolling:
             rollouts = [rolling.create_task(self._rollout(member)) for member in members]
+        del self._open[lease.order]
         return Group(
             lease=lease,
             rollouts=tuple(rollout.result() for rollout in rollouts),
@@ -96,6 +108,13 @@ class Driver:
             for lease in leases
         ]
 
+    async def cancel(self, order: int) -> None:
+        """End the group of this number, if it is under way, with what it has."""
+        members = self._open.get(order, [])
+        for member in members:
+            member.cancelled = True
+        await self._generator.cancel([member.request_id for member in members])
+
     def refusal(self, task: Task) -> str:
         """Why no group of this task can be generated, or empty."""
         return self._chat.refusal(task)
@@ -107,10 +126,10 @@ class Driver:
 
     def busy_s(self) -> float:
         """Seconds with a request open, since the last call."""
-        now = time.monotonic()
+        at = now()
         if self._open_requests:
-            self._busy_s += now - self._busy_since
-            self._busy_since = now
+            self._busy_s += at - self._busy_since
+            self._busy_since = at
         busy, self._busy_s = self._busy_s, 0.0
         return busy
 
@@ -122,15 +141,17 @@ class Driver:
         ]
 
     async def _rollout(self, member: _Open) -> Rollout:
-        while True:
-            self._begin(1)
-            try:
-                segment = await self._generator.generate(member.request(member.lease.sampling.stop))
-            finally:
-                self._end(1)
-            member.segments.append(segment)
-            if segment.ended != "interrupted" or self._complete(member):
-                return self._finish(member)
+        async with self._in_flight:
+            while not member.cancelled:
+                self._begin(1)
+                try:
+                    segment = await self._generator.generate(member.request(member.lease.sampling.stop))
+                finally:
+                    self._end(1)
+                member.segments.append(segment)
+                if segment.ended != "interrupted" or self._complete(member):
+                    break
+        return self._finish(member)
 
     def _complete(self, member: _Open) -> bool:
         """An interruption can hit just when a rollout has used its budget, or with a stop string across segments."""
@@ -141,16 +162,15 @@ class Driver:
     def _finish(self, member: _Open) -> Rollout:
         lease, made = member.lease, member.made
         cut = self._chat.cut_at_stop(made, lease.sampling.stop)
-        stop_reason = "stop" if cut is not None or member.segments[-1].ended == "stop" else "length"
         count = len(made) if cut is None else cut
         prompt_length = len(member.prompt)
-        logprobs = np.concatenate([segment.logprobs for segment in member.segments])[:count]
+        logprobs = np.concatenate([np.zeros(0, np.float32), *(segment.logprobs for segment in member.segments)])[:count]
         return Rollout(
             token_ids=np.concatenate([member.prompt, made[:count]]),
             trainable=np.concatenate([np.zeros(prompt_length, np.bool_), np.ones(count, np.bool_)]),
             logprobs=np.concatenate([np.zeros(prompt_length, np.float32), logprobs]),
             version_spans=_joined_spans(member.segments, prompt_length, count),
-            stop_reason=stop_reason,
+            stop_reason=_stop_reason(member, cut),
             env=lease.task.env,
             lease_id=lease.lease_id,
             index_in_group=member.index,
@@ -159,18 +179,24 @@ class Driver:
             worker=self._worker,
             engine_build=self._engine_build,
             sampling_digest=sampling_digest(lease.sampling),
-            timings={"generate_s": time.monotonic() - member.started, "segments": float(len(member.segments))},
+            timings={"generate_s": now() - member.started, "segments": float(len(member.segments))},
         )
 
     def _begin(self, count: int) -> None:
         if not self._open_requests:
-            self._busy_since = time.monotonic()
+            self._busy_since = now()
         self._open_requests += count
 
     def _end(self, count: int) -> None:
         self._open_requests -= count
         if not self._open_requests:
-            self._busy_s += time.monotonic() - self._busy_since
+            self._busy_s += now() - self._busy_since
+
+
+def _stop_reason(member: _Open, cut: int | None) -> StopReason:
+    if cut is not None or (member.segments and member.segments[-1].ended == "stop"):
+        return "stop"
+    return "length" if len(member.made) >= member.lease.sampling.max_new_tokens else "error"
 
 
 def _joined_spans(segments: Sequence[Segment], offset: int, count: int) -> tuple[tuple[int, int], ...]:

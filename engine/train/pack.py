@@ -48,7 +48,7 @@ def build_batch(groups: Sequence[Group], packing: Packing, *, version: int) -> t
     advantages = batch_advantages(
         [[rollout.reward for rollout in group.rollouts] for group in groups], packing.estimator
     )
-    fates = [_with_fate(group, any(row)) for group, row in zip(groups, advantages, strict=True)]
+    fates = [with_fate(group, signal=any(row)) for group, row in zip(groups, advantages, strict=True)]
     with_signal = (
         [pair for pair in zip(group.rollouts, row, strict=True) if pair[0].reward is not None and pair[0].length]
         for group, row in zip(groups, advantages, strict=True)
@@ -86,8 +86,14 @@ def pack(sequences: Sequence[Judged], packing: Packing, *, version: int) -> Batc
     )
 
 
-def _with_fate(group: Group, has_signal: bool) -> Group:
-    if has_signal:
+def has_signal(group: Group) -> bool:
+    """Whether training on the group would move anything: two members with unlike rewards."""
+    return any(batch_advantages([[rollout.reward for rollout in group.rollouts]], "centered")[0])
+
+
+def with_fate(group: Group, *, signal: bool) -> Group:
+    """The group as it leaves the buffer: `trained`, or `zero_signal`."""
+    if signal:
         return replace(group, outcome="trained")
     return replace(group, outcome="zero_signal", reason="all rewards equal, or fewer than two")
 

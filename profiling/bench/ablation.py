@@ -4,7 +4,7 @@ Every run starts from the same weights. A finished run is one line of OUT/rows.j
 again, so that the script can be stopped and started at any time. Printed at the end: reward of the last 10 steps and
 held-out accuracy of every variant, and its paired difference to the first one, with 95 % intervals over the seeds.
 
-Run: python -m profiling.bench.ablation estimators [--seeds 10] [--out runs/ablation] [section.key=value ...]
+Run: python -m profiling.bench.ablation estimators|staleness [--seeds 10] [--out runs/ablation] [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -15,21 +15,51 @@ import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine import clock, environment
+from engine.admission import Admission
 from engine.config import Config, load
+from engine.types import Group
 
 CONFIG = Path("configs/petri.toml")
 
-STUDIES: dict[str, dict[str, list[str]]] = {
+
+
+class Variant(NamedTuple):
+    """Overrides of the configuration, and of `--seeds` where it is smaller. `held`: every token is trained exactly that
+    many versions after the one that made it, once as many have been made."""
+
+    overrides: tuple[str, ...]
+    held: int = 0
+    seeds: int = 10_000
+
+
+def _steps(count: int) -> tuple[str, str]:
+    return f"run.steps={count}", f"evals.every={count}"
+
+
+_LOSSES = {
+    **{f"{preset}": (f"algorithm.preset={preset}",) for preset in ("cispo", "ppo_clip", "m2po", "decoupled_ppo")},
+    "uncorrected": ("algorithm.ratio=none", "algorithm.rule=none"),
+}
+
+STUDIES: dict[str, dict[str, Variant]] = {
     "estimators": {
-        f"{advantage} {aggregation}": [f"algorithm.advantage={advantage}", f"algorithm.aggregation={aggregation}"]
+        f"{advantage} {aggregation}": Variant(
+            (f"algorithm.advantage={advantage}", f"algorithm.aggregation={aggregation}")
+        )
         for advantage, aggregation in itertools.product(
             ("leave_one_out", "group_norm"), ("token_mean", "prompt_mean")
         )
+    },
+    "staleness": {
+        "0 cispo": Variant(_steps(100)),
+        **{f"{held} {name}": Variant((*loss, *_steps(100)), held)
+           for held in (4, 16) for name, loss in _LOSSES.items()},
+        **{f"64 {name}": Variant((*_LOSSES[name], *_steps(200)), 64, seeds=3) for name in ("cispo", "uncorrected")},
     },
 }
 
@@ -41,7 +71,8 @@ _LAST_STEPS = 10
 
 class Outcome(msgspec.Struct, frozen=True):
     """One finished run. `rewards` is the mean reward of every step, `before` and `after` the sampled accuracy on the
-    held-out questions, `steps_to_80` the first step at which the mean of 5 steps reached .8."""
+    held-out questions, `steps_to_80` the first step at which the mean of 5 steps reached .8. `staleness` is the largest
+    of any step, `k3` and `ess` are means over the steps that had it."""
 
     variant: str
     seed: int
@@ -51,6 +82,9 @@ class Outcome(msgspec.Struct, frozen=True):
     after: float
     steps_to_80: int | None
     time_s: float
+    staleness: int = 0
+    k3: float = 0.0
+    ess: float = 0.0
 
     @property
     def last(self) -> float:
@@ -72,7 +106,7 @@ class Bench:
         self._model_folder = materialise(config.model.path)
         self.generator = build_generator(config, self._model_folder, out, SilentTerminal())
 
-    async def run(self, variant: str, changes: Sequence[str], seed: int) -> Outcome:
+    async def run(self, name: str, variant: Variant, seed: int) -> Outcome:
         """One run from the first weights on, and the held-out accuracy before and after it."""
         from engine.host import Host
         from engine.observe.terminal import SilentTerminal
@@ -81,20 +115,32 @@ class Bench:
         from engine.tasks.source import TaskSource
         from evals.held_out import evaluate
 
-        folder = self._out / f"{variant.replace(' ', '-')}-{seed}"
+        folder = self._out / f"{name.replace(' ', '-')}-{seed}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        config = load(CONFIG, [*self._overrides, *changes, f"run.seed={seed}"])
+        held = [f"schedule.max_staleness={variant.held + 1}"] if variant.held else []
+        config = load(CONFIG, [*self._overrides, *variant.overrides, *held, f"run.seed={seed}"])
         scorer = ScoringPool(config.tasks, config.reward, config.generate.max_new_tokens)
         chat = open_chat(config, self._model_folder)
         host = Host(config, folder, self._model_folder, self.generator, chat, TaskSource(config.tasks, seed), scorer,
-                    SilentTerminal(), evaluate)
+                    SilentTerminal(), evaluate, admission=HeldAdmission if variant.held else Admission)
         started = clock.now()
         try:
             await host.train()
         finally:
             await scorer.close()
-        return _outcome(folder, config, variant, seed, tuple(self._overrides), clock.now() - started)
+        return _outcome(folder, config, name, seed, tuple(self._overrides), clock.now() - started)
+
+
+class HeldAdmission(Admission):
+    """Holds staleness at `max_staleness` - 1: a step begins when every slot holds a completed group, so that each group
+    waits for as many versions as there are steps' worth of groups before it."""
+
+    async def select(self, version: int) -> Group:
+        async with self._changed:
+            if not self._selected:
+                await self._changed.wait_for(lambda: not self._open and (not self._free or not self._left_to_admit))
+        return await super().select(version)
 
 
 def _outcome(
@@ -110,22 +156,25 @@ def _outcome(
 
     reached = (step for step in range(5, len(rewards) + 1) if sum(rewards[step - 5 : step]) / 5 >= 0.8)
     before, after = accuracy(0), accuracy(config.run.steps)
-    return Outcome(variant, seed, overrides, rewards, before, after, next(reached, None), time_s)
+    staleness = max(row["staleness/max"] or 0 for row in rows)
+    full = [row for row in rows if row["staleness/max"] == staleness and row["mismatch/k3"] is not None]
+    k3, ess = (sum(row[f"mismatch/{name}"] for row in full) / len(full) for name in ("k3", "ess"))
+    return Outcome(variant, seed, overrides, rewards, before, after, next(reached, None), time_s, staleness, k3, ess)
 
 
-async def _make(bench: Bench, variants: dict[str, list[str]], seeds: int, rows: Path, made: list[Outcome]) -> None:
+async def _make(
+    bench: Bench, variants: dict[str, Variant], wanted: Sequence[tuple[int, str]], rows: Path, made: list[Outcome]
+) -> None:
     await bench.generator.open()
     try:
-        # Seed by seed, so that a half-finished study compares its variants on the same seeds.
-        for seed, (variant, changes) in itertools.product(range(seeds), variants.items()):
-            if any(row.variant == variant and row.seed == seed for row in made):
-                continue
-            outcome = await bench.run(variant, changes, seed)
+        for seed, name in wanted:
+            outcome = await bench.run(name, variants[name], seed)
             made.append(outcome)
             with rows.open("ab") as file:
                 file.write(msgspec.json.encode(outcome) + b"\n")
-            print(f"{variant}, seed {seed}: reward {outcome.last:.3f}, held out {outcome.before:.3f} -> "
-                  f"{outcome.after:.3f}, .8 at step {outcome.steps_to_80}, {outcome.time_s:.0f} s", flush=True)
+            print(f"{name}, seed {seed}: reward {outcome.last:.3f}, held out {outcome.before:.3f} -> "
+                  f"{outcome.after:.3f}, .8 at step {outcome.steps_to_80}, staleness {outcome.staleness}, "
+                  f"{outcome.time_s:.0f} s", flush=True)
     finally:
         await bench.generator.close()
 
@@ -143,8 +192,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 def table(variants: Sequence[str], made: Sequence[Outcome]) -> str:
     """Markdown: a row per variant, differences to the first on the seeds that both have."""
-    lines = ["| variant | seeds | reward, last 10 steps | held out, after | difference to the first | steps to .8 |",
-             "|---|---|---|---|---|---|"]
+    lines = ["| variant | seeds | reward, last 10 steps | held out, after | difference to the first | steps to .8 | "
+             "largest staleness | k3 | ess |", "|---|---|---|---|---|---|---|---|---|"]
     first = {row.seed: row for row in made if row.variant == variants[0]}
     for variant in variants:
         rows = [row for row in made if row.variant == variant]
@@ -154,7 +203,9 @@ def table(variants: Sequence[str], made: Sequence[Outcome]) -> str:
         reached = sorted(row.steps_to_80 for row in rows if row.steps_to_80 is not None)
         median = f"{reached[len(reached) // 2]} ({len(reached)} of {len(rows)} runs)" if reached else "never"
         cells = [_cell(*interval([row.last for row in rows])), _cell(*interval([row.after for row in rows])),
-                 "" if variant == variants[0] else _cell(*interval(shared)), median]
+                 "" if variant == variants[0] else _cell(*interval(shared)), median,
+                 str(max(row.staleness for row in rows)), f"{interval([row.k3 for row in rows])[0]:.2g}",
+                 f"{interval([row.ess for row in rows])[0]:.2g}"]
         lines.append(f"| {variant} | {len(rows)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -177,10 +228,12 @@ def main() -> None:
     made = [msgspec.json.decode(line, type=Outcome) for line in rows.read_bytes().splitlines()] if rows.exists() else []
     variants = STUDIES[arguments.study]
     made = [row for row in made if row.overrides == tuple(arguments.overrides) and row.variant in variants]
-    wanted = set(itertools.product(variants, range(arguments.seeds)))
-    if wanted - {(row.variant, row.seed) for row in made}:
-        bench = Bench(out, arguments.overrides)
-        clock.run(_make(bench, variants, arguments.seeds, rows, made))
+    known = {(row.seed, row.variant) for row in made}
+    # Seed by seed, so that a half-finished study compares its variants on the same seeds.
+    wanted = [(seed, name) for seed, (name, variant) in itertools.product(range(arguments.seeds), variants.items())
+              if seed < variant.seeds and (seed, name) not in known]
+    if wanted:
+        clock.run(_make(Bench(out, arguments.overrides), variants, wanted, rows, made))
     print(table(list(variants), made))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
 
-    def monotonic(self) -> float:
+    def now(self) -> float:
         return self.now_s
 
 
@@ -47,7 +46,7 @@ class Watching(SilentTerminal):
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("engine.observe.recorder.time", SimpleNamespace(monotonic=made.monotonic))
+    monkeypatch.setattr("engine.observe.recorder.now", made.now)
     return made
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -74,7 +73,7 @@ class Scripted(Recording):
 
 
 def driver(generator: FakeGenerator, chat: Chat, run_seed: int = 1) -> Driver:
-    return Driver(generator, chat, run_seed=run_seed, worker="here", engine_build="fake 1")
+    return Driver(generator, chat, run_seed=run_seed, worker="here", engine_build="fake 1", max_in_flight=256)
 
 
 def slices(generator: Recording, *at_s: tuple[float, int]) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -344,8 +343,7 @@ def test_when_a_member_fails_its_siblings_stop(chat: Chat) -> None:
     assert (made, generator.tokens_generated, generator.segments) == (4, 4, [])
 
 
-def test_busy_time_is_that_with_a_request_open(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.rollout.drive.time", SimpleNamespace(monotonic=now))
+def test_busy_time_is_that_with_a_request_open(chat: Chat) -> None:
 
     async def main() -> list[float]:
         generator = Recording(length=lambda request: 3 if request.request_id.startswith("0000000") else 5, step_s=1.0)
