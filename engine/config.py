@@ -243,7 +243,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "schedule.in_flight": ("recompute",),
     "schedule.refill": (False,),
     "train.param_dtype": ("float32",),
-    "train.offload": ("none",),
     "train.shared_prompt": (False,),
     "train.lora": ({},),
     "weights.hosts": ("broadcast",),

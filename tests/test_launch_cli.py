@@ -149,6 +149,17 @@ def test_more_trainer_ranks_than_torchrun_started_are_refused() -> None:
     assert_refused(done, 2, "train.ranks = 3", "torchrun started 2", "--nproc-per-node 3")
 
 
+def test_offload_without_a_gpu_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    """Only torch knows, so this one waits for it."""
+    command = [sys.executable, "launch.py", "--config", "configs/smoke.toml", "train.offload=all"]
+    done = subprocess.run(
+        [*command, f"run.dir={tmp_path}"], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert_refused(done, 2, "train.offload = 'all'", "has no GPU", "remove it")
+    assert not list(tmp_path.iterdir())
+
+
 def test_ranks_above_0_leave_the_word_to_rank_0() -> None:
     done = launch("--config", "configs/smoke.toml", "--dry-run", environment={"WORLD_SIZE": "2", "RANK": "1"})
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

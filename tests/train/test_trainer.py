@@ -342,20 +342,34 @@ def test_a_model_that_does_more_than_the_step_is_refused(setting: str, value: An
 
 
 @pytest.mark.parametrize("what", ["optimizer", "all"])
-def test_what_was_moved_away_and_back_trains_on_as_if_it_had_stayed(tiny_folder: Path, what: Any) -> None:
-    """On a CPU there is nowhere else to go but `meta`, which has no memory: there one sees what would have moved."""
-    stayed, moved = trainer(tiny_folder), trainer(tiny_folder)
-    for of in (stayed, moved):
-        of.step(batch_of(groups()))
-    moved.move(torch.device("cpu"), what)
+def test_what_went_off_the_device_and_back_trains_on_as_if_it_had_stayed(
+    tiny_folder: Path, untied_folder: Path, what: Any
+) -> None:
+    settings = config(
+        algorithm={"kl": {"to": "reference", "kind": "k2", "coef": 0.1}}, model={"path": "tiny", "reference": "untied"}
+    )
+    stayed, moved = (TorchTrainer(settings, tiny_folder, reference_folder=untied_folder) for _ in range(2))
+    assert moved._reference is not None
+    for parameter in (*moved._parameters, *moved._reference.parameters()):
+        parameter.data = parameter.data.clone()  # off the file that it is mapped from: that has no memory to give back
+    for _ in range(2):
+        for of in (stayed, moved):
+            assert not of.step(batch_of(groups())).skipped
+        moved.offload(what)
+        states = [value for state in moved._optimizer.state.values() for value in state.values()]
+        sizes = [tensor.untyped_storage().nbytes() for tensor in states]
+        assert sizes == [0] * 3 * len(moved._parameters)  # the step's count, and two moments
+        kept = sum(parameter.untyped_storage().nbytes() for parameter in moved._parameters)
+        kept += sum(parameter.untyped_storage().nbytes() for parameter in moved._reference.parameters())
+        assert (kept == 0) == (what == "all")
+        with pytest.raises(AssertionError):
+            moved.step(batch_of(groups()))
+        moved.onload()
     for of in (stayed, moved):
         of.step(batch_of(groups()))
     for name, tensor in weights(stayed).items():
         assert torch.equal(weights(moved)[name], tensor)
-    moved.move(torch.device("meta"), what)
-    states = [value for state in moved._optimizer.state.values() for value in state.values()]
-    assert {value.device.type for value in states} == {"meta"}
-    assert {parameter.device.type for parameter in moved.model.parameters()} == ({"meta"} if what == "all" else {"cpu"})
+    assert moved.model.get_output_embeddings().weight is moved.model.get_input_embeddings().weight
 
 
 def one_pass(folder: Path, reference: Path | None, algorithm: dict[str, Any], given: Sequence[Group]) -> Gradient:
