@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from engine.config import Config
 from engine.errors import StalledError, TrainingError
+from engine.train.thread import stay_on, training_cores
 from engine.train.trainer import TorchTrainer
 from engine.types import Batch, MicroBatch, decode_array, encode_array
 
@@ -264,6 +265,8 @@ def _obey(commands: zmq.Socket[bytes], store: Store, world: World) -> None:
                     continue  # its device is the generator's
                 if torch.cuda.is_available():
                     torch.cuda.set_device(world.local_rank)
+                if (cores := training_cores(config.schedule, world.rank, ranks)) is not None:
+                    stay_on(cores)
                 _join_trainers(store, world.rank, ranks, config.run.stage_timeout_s)
                 reference_folder = None if reference is None else Path(reference)
                 trainer = TorchTrainer(config, Path(folder), ranks=ranks, reference_folder=reference_folder)
