@@ -285,7 +285,9 @@ class TorchTrainer:
         body_TD.backward(torch.zeros_like(body_TD) if hidden_TD.grad is None else hidden_TD.grad)
         if seen:
             logprobs_T, entropy_T, touched_T = (torch.cat(columns) for columns in zip(*seen, strict=True))
-            sums.add(logprobs_T, one.behaviour_T, entropy_T, touched_T, one.sequence_T, one.reference_T)
+            sums.add(
+                logprobs_T, one.behaviour_T, entropy_T, touched_T, one.sequence_T, one.staleness_T, one.reference_T
+            )
 
     def _look_ahead(self, passes: Sequence[_Pass], temperature: float) -> None:
         """A pass without gradients over the whole batch, for losses that need the reference policy's log-probs or
