@@ -117,9 +117,11 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
             run_preview(config, tasks, scorer, arguments.preview)
         else:
             from engine.host import run_host
+            from engine.train.offload import require_device
             from engine.train.rank import World
             from evals.held_out import evaluate
 
+            require_device(config.train)
             run_host(config, arguments.config.stem, tasks, scorer, evaluate, World.from_environment())
         return 0
     except FarfieldError:

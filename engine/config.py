@@ -241,7 +241,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "generate.speculative": ({},),
     "schedule.placement": ("time_sliced", "split"),
     "train.param_dtype": ("float32",),
-    "train.offload": ("none",),
     "train.shared_prompt": (False,),
     "train.lora": ({},),
     "weights.hosts": ("broadcast",),

@@ -161,10 +161,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     def oldest_version(self) -> int:
         """Smallest version of any trainable token; the admitted version when there is none."""
-        return min(
-            (version for rollout in self.rollouts for _, version in rollout.version_spans),
-            default=self.admitted_version,
-        )
+        return min(self._versions(), default=self.admitted_version)
+
+    def newest_version(self) -> int:
+        """Largest version of any trainable token; the admitted version when there is none."""
+        return max(self._versions(), default=self.admitted_version)
+
+    def _versions(self) -> list[int]:
+        return [version for rollout in self.rollouts for _, version in rollout.version_spans]
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

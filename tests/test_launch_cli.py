@@ -57,7 +57,7 @@ def test_a_dry_run_prints_the_plan_of_every_shipped_config(config: Path) -> None
 
 def test_an_uncorrected_loss_is_warned_of_and_a_supervised_one_is_not() -> None:
     dry = ("--config", "configs/quickstart.toml", "--dry-run")
-    baseline = launch(*dry, "algorithm.ratio=none", "algorithm.rule=none")
+    baseline = launch(*dry, "algorithm.ratio=none")
     assert baseline.returncode == 0
     assert baseline.stderr == "warning: algorithm.ratio = 'none' is the uncorrected baseline of studies\n"
     supervised = launch("--config", "configs/sft.toml", "--dry-run")
@@ -147,6 +147,17 @@ def test_several_hosts_are_refused() -> None:
 def test_more_trainer_ranks_than_torchrun_started_are_refused() -> None:
     done = launch("--config", "configs/smoke.toml", "train.ranks=3", environment={"WORLD_SIZE": "2"})
     assert_refused(done, 2, "train.ranks = 3", "torchrun started 2", "--nproc-per-node 3")
+
+
+def test_offload_without_a_gpu_is_refused_before_there_is_a_run(tmp_path: Path) -> None:
+    """Only torch knows, so this one waits for it."""
+    command = [sys.executable, "launch.py", "--config", "configs/smoke.toml", "train.offload=all"]
+    done = subprocess.run(
+        [*command, f"run.dir={tmp_path}"], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert_refused(done, 2, "train.offload = 'all'", "has no GPU", "remove it")
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_above_0_leave_the_word_to_rank_0() -> None:

@@ -161,11 +161,12 @@ def test_every_struct_is_frozen() -> None:
         TASK.seed = 2  # type: ignore[misc]
 
 
-def test_length_counts_sampled_tokens_and_the_oldest_version_is_the_smallest() -> None:
+def test_length_counts_sampled_tokens_and_versions_are_the_smallest_and_the_largest() -> None:
     group = Group(lease=LEASE, rollouts=(ROLLOUT,), admitted_version=3)
     assert ROLLOUT.length == 2
-    assert group.oldest_version() == 4
-    assert Group(lease=LEASE, rollouts=(), admitted_version=3).oldest_version() == 3
+    assert (group.oldest_version(), group.newest_version()) == (4, 5)
+    empty = Group(lease=LEASE, rollouts=(), admitted_version=3)
+    assert (empty.oldest_version(), empty.newest_version()) == (3, 3)
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,9 @@ class MismatchSums(msgspec.Struct):
     sequence_mean_weight_squared: float = 0.0
     reference_tokens: float = 0.0
     reference_k3: float = 0.0
+    fresh_k3: float = 0.0
+    stale_tokens: float = 0.0
+    stale_k3: float = 0.0
 
     @classmethod
     def from_vector(cls, values: Sequence[float]) -> MismatchSums:
@@ -231,6 +234,7 @@ class MismatchSums(msgspec.Struct):
         entropy_T: torch.Tensor,
         touched_T: torch.Tensor,
         sequence_T: torch.Tensor,
+        staleness_T: torch.Tensor,
         reference_T: torch.Tensor | None = None,
     ) -> None:
         """Count whole sequences, in float64: all trainable tokens of one micro-batch."""
@@ -245,6 +249,10 @@ class MismatchSums(msgspec.Struct):
         self.entropy += float(entropy_T.detach().double().sum())
         self.touched += float(touched_T.sum())
         self.outside += float(((ratio_T < NEAR_ONE[0]) | (ratio_T > NEAR_ONE[1])).sum())
+        k3_T, stale_T = torch.expm1(log_ratio_T) - log_ratio_T, staleness_T > 0
+        self.fresh_k3 += float(k3_T[~stale_T].sum())
+        self.stale_tokens += float(stale_T.sum())
+        self.stale_k3 += float(k3_T[stale_T].sum())
         sums_S, counts_S, _ = _sequence_sums(log_ratio_T, sequence_T)
         weight_S = sums_S.clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT).exp()
         mean_weight_S = (sums_S / counts_S).clamp(-_MAX_LOG_WEIGHT, _MAX_LOG_WEIGHT).exp()
@@ -277,6 +285,8 @@ class MismatchSums(msgspec.Struct):
             "kl/ref": self.reference_k3 / self.reference_tokens if self.reference_tokens else None,
             "mismatch/k1": -mean_log,
             "mismatch/k3": mean - 1 - mean_log,
+            "mismatch/k3_fresh": self.fresh_k3 / (n - self.stale_tokens) if n > self.stale_tokens else None,
+            "mismatch/k3_stale": self.stale_k3 / self.stale_tokens if self.stale_tokens else None,
             "mismatch/ess": _ess(*(by_sequence if level == "sequence" else by_token)),
             "mismatch/chi2": self.ratio_squared / n - 1,
             "mismatch/prob_diff": self.prob_diff / n,

@@ -97,6 +97,9 @@ def resolve(section: AlgorithmSection) -> Loss:
     if section.preset == "ce":
         _refuse_rl_keys(section)
     loss = PRESETS[section.preset]
+    if section.ratio == "none":
+        # What the preset does to a ratio has nothing to work on; a key that asks for it all the same is refused below.
+        loss = Loss(ratio="none", gradient="score", kl=loss.kl)
     if section.rule and section.rule != loss.rule:
         low, high = RULE_BOUNDS[section.rule]
         loss = replace(loss, rule=section.rule, low=low, high=high)

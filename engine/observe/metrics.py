@@ -61,8 +61,12 @@ KEYS: tuple[Key, ...] = (
     Key("kl/ref", "nats", "policy to reference, per trained token"),
     Key("staleness/mean", "versions", "version before the step minus the oldest token's, over trained groups"),
     Key("staleness/max", "versions", "the largest of them"),
+    Key("staleness/in_flight", "versions", "the part of staleness/mean that came while groups were generated"),
+    Key("staleness/in_queue", "versions", "the part of staleness/mean that came after their newest token"),
     Key("mismatch/k1", "nats", "behaviour to policy KL, estimator k1"),
     Key("mismatch/k3", "nats", "behaviour to policy KL, estimator k3"),
+    Key("mismatch/k3_fresh", "nats", "mismatch/k3 over the tokens of the version before the step"),
+    Key("mismatch/k3_stale", "nats", "mismatch/k3 over the tokens of older versions"),
     Key("mismatch/ess", "share", "effective sample size of the importance ratios"),
     Key("mismatch/chi2", "1", "chi-squared divergence of the importance ratios"),
     Key("mismatch/prob_diff", "probability", "mean absolute difference of trainer's and engine's token probability"),
@@ -227,7 +231,8 @@ def group_metrics(left: Sequence[Group], *, version_before: int, envs: Sequence[
     everyone = [member for group in left for member in _members(group)]
     scored = _rewards(everyone)
     learned_from = _learned_from(left)
-    staleness = [version_before - group.oldest_version() for group in left if group.outcome == "trained"]
+    trained = [group for group in left if group.outcome == "trained"]
+    staleness = [version_before - group.oldest_version() for group in trained]
     by_env = {env: [group for group in left if group.lease.task.env == env] for env in envs}
     return {
         "reward/mean": _mean(scored),
@@ -243,6 +248,8 @@ def group_metrics(left: Sequence[Group], *, version_before: int, envs: Sequence[
         "length/truncated": _mean([member.truncated for member in everyone]),
         "staleness/mean": _mean(staleness),
         "staleness/max": max(staleness, default=None),
+        "staleness/in_flight": _mean([group.newest_version() - group.oldest_version() for group in trained]),
+        "staleness/in_queue": _mean([version_before - group.newest_version() for group in trained]),
         **{
             key: value
             for env, groups in by_env.items()

@@ -74,6 +74,7 @@ class Recorder:
 
     def judged(self, step: int, verdicts: Mapping[str, str], metrics: Row) -> None:
         """What the step's mismatch metrics mean: an event when that changes, and a line when one turns bad."""
+        self._terminal.judged(verdicts)
         changed = {name: word for name, word in verdicts.items() if self._verdicts.get(name, "healthy") != word}
         if changed:
             self.events.write("health", step=step, **changed)

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, Protocol, TextIO
 
@@ -27,6 +27,14 @@ from engine.observe.metrics import Row, number
 
 _WINDOW = 40
 _STATUS_EVERY_S = 10.0
+_COLOURS = {"": "", "healthy": "green", "watch": "yellow", "bad": "bold red"}
+
+
+_MISMATCH = {
+    "k3": "mismatch/k3", "k3 fresh": "mismatch/k3_fresh", "k3 stale": "mismatch/k3_stale",
+    "k1": "mismatch/k1", "chi2": "mismatch/chi2", "ess": "mismatch/ess",
+    "prob diff": "mismatch/prob_diff", "rule": "rule/fraction",
+}  # fmt: skip
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +55,10 @@ class Terminal(Protocol):
 
     def step(self, row: Row, samples: Sequence[Sample]) -> None:
         """One step's metrics row and a few of its completions."""
+        ...
+
+    def judged(self, verdicts: Mapping[str, str]) -> None:
+        """What the latest step's mismatch metrics mean: healthy, watch or bad, by their names."""
         ...
 
     def note(self, text: str) -> None:
@@ -74,6 +86,8 @@ class SilentTerminal:
     def status(self, text: str) -> None: ...
 
     def step(self, row: Row, samples: Sequence[Sample]) -> None: ...
+
+    def judged(self, verdicts: Mapping[str, str]) -> None: ...
 
     def note(self, text: str) -> None: ...
 
@@ -110,6 +124,12 @@ class PlainTerminal:
             question, completion = shorten(printable(sample.prompt), 60, keep="end"), printable(sample.completion)
             self._print(f"  > {question} => {shorten(completion, 120)} | {_judgement(sample)}")
 
+    def judged(self, verdicts: Mapping[str, str]) -> None:
+        """Printed when something is not healthy."""
+        figures = mismatch_figures(self._rows[-1], verdicts)
+        if told := [f"{label} {value} {word}" for label, value, word in figures if word not in ("", "healthy")]:
+            self._print(f"  mismatch: {', '.join(told)}")
+
     def note(self, text: str) -> None:
         self._print(f"  -- {text}")
 
@@ -130,6 +150,7 @@ class RichTerminal:
         self._console, self._steps, self._title = console, steps, title
         self._rows: deque[Row] = deque(maxlen=_WINDOW)
         self._samples: Sequence[Sample] = ()
+        self._verdicts: Mapping[str, str] = {}
         self._spinner = Spinner("dots", text=Text("starting"))
         self._live = Live(self._frame(), console=console, refresh_per_second=4)
         self._live.start()
@@ -140,7 +161,11 @@ class RichTerminal:
 
     def step(self, row: Row, samples: Sequence[Sample]) -> None:
         self._rows.append(row)
-        self._samples = samples
+        self._samples, self._verdicts = samples, {}
+        self._live.update(self._frame())
+
+    def judged(self, verdicts: Mapping[str, str]) -> None:
+        self._verdicts = verdicts
         self._live.update(self._frame())
 
     def note(self, text: str) -> None:
@@ -172,6 +197,10 @@ class RichTerminal:
             return []
         row = self._rows[-1]
         reward, *cells, times = [Text.assemble((f"{label} ", "dim"), value) for label, value in step_figures(row)]
+        cells += [
+            Text.assemble((f"{label} ", "dim"), (f"{value} {word}", _COLOURS[word]))
+            for label, value, word in mismatch_figures(row, self._verdicts)
+        ]
         table = Table.grid(padding=(0, 2), expand=True)
         for _ in range(3):
             table.add_column(ratio=1, no_wrap=True)
@@ -201,12 +230,19 @@ def step_figures(row: Row) -> list[tuple[str, str]]:
         ("grad norm", _figure(row, "grad_norm", ".3g")),
         ("entropy", _figure(row, "entropy", ".3f")),
         ("staleness", f"{_figure(row, 'staleness/mean', '.2g')} max {_figure(row, 'staleness/max', '.0f')}"),
+        ("queue", f"{_figure(row, 'staleness/in_queue', '.2g')} flight {_figure(row, 'staleness/in_flight', '.2g')}"),
         ("length", f"{_figure(row, 'length/leased', '.0f')} cut {_figure(row, 'length/truncated', '.0%')}"),
         ("generated", _rate(row, "tokens/generated")),
         ("trained", _rate(row, "tokens/trained")),
         ("groups", f"{_figure(row, 'groups/trained', '.0f')} zero-signal {_figure(row, 'groups/zero_signal', '.0f')}"),
         ("time", _times(row)),
     ]
+
+
+def mismatch_figures(row: Row, verdicts: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(label, value, verdict) of what says how far the policy is from the one that sampled; a verdict is empty where
+    there is none. k3 of fresh tokens is what engine and trainer compute differently, k3 of stale ones has age in it."""
+    return [(label, _figure(row, name, ".3g"), verdicts.get(name, "")) for label, name in _MISMATCH.items()]
 
 
 def eta(rows: Sequence[Row], steps: int) -> str:

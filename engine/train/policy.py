@@ -73,6 +73,12 @@ class Policy(torch.nn.Module):
         if isinstance(self, FSDPModule):
             self.set_requires_gradient_sync(now)
 
+    def release(self) -> None:
+        """Drop what was gathered from other ranks: a forward without a backward leaves embedding and head whole."""
+        for module in self.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters by name, whole and detached, one at a time. Every rank must run through it."""
         for name, parameter in self.model.named_parameters():

@@ -1,8 +1,8 @@
 """Several trainer ranks on one host: the learner (rank 0) tells the others what to do, over a local ZeroMQ socket.
 
-    learner ──Start, Step, Gather, Stop──▶ rank      ROUTER in the training thread, DEALER
-    learner ◀──────────Hello ──────────── rank
-    learner ◀─────────Failed───────────── rank      PULL on the event loop, PUSH
+    learner ──Start, Step, Gather, Offload, Onload, Stop──▶ rank      ROUTER in the training thread, DEALER
+    learner ◀────────────────────Hello ─────────────────── rank
+    learner ◀───────────────────Failed──────────────────── rank      PULL on the event loop, PUSH
 
 torch.distributed carries the tensors. A rank waits for its next command on the socket, in no collective. One that has
 failed says so and waits to be told to leave: the run ends with its traceback, not with the others' broken connections.
@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import msgspec
 import torch
@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from engine.config import Config
 from engine.errors import StalledError, TrainingError
+from engine.train.thread import stay_on, training_cores
 from engine.train.trainer import TorchTrainer
 from engine.types import Batch, MicroBatch, decode_array, encode_array
 
@@ -63,6 +64,16 @@ class Gather(msgspec.Struct, frozen=True, tag=True):
     """Take part in putting the whole parameters together."""
 
 
+class Offload(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Leave the device to the generator."""
+
+    what: Literal["optimizer", "all"]
+
+
+class Onload(msgspec.Struct, frozen=True, tag=True):
+    """Take back what left it."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave."""
 
@@ -74,7 +85,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str
 
 
-Command = Start | Step | Gather | Stop
+Command = Start | Step | Gather | Offload | Onload | Stop
 _decoder = msgspec.msgpack.Decoder(Command, dec_hook=decode_array)
 
 
@@ -109,8 +120,8 @@ def _join_trainers(store: Store, rank: int, ranks: int, limit_s: float) -> None:
 
 
 class Learner:
-    """Rank 0's end: a `trainer.Team`. `watch` runs on the event loop; `trainer`, `step` and `gather` in the training
-    thread, between whose commands `close` may come from any other.
+    """Rank 0's end: a `trainer.Team`. `watch` runs on the event loop; `trainer` and the team's commands in the training
+    thread, between which `close` may come from any other.
 
     Raises:
         TrainingError: a rank has gone.
@@ -152,7 +163,15 @@ class Learner:
 
     def gather(self) -> None:
         """See `trainer.Team.gather`."""
-        self._tell(self._others[: self._ranks - 1], Gather())
+        self._tell_trainers(Gather())
+
+    def offload(self, what: Literal["optimizer", "all"]) -> None:
+        """See `trainer.Team.offload`."""
+        self._tell_trainers(Offload(what=what))
+
+    def onload(self) -> None:
+        """See `trainer.Team.onload`."""
+        self._tell_trainers(Onload())
 
     async def watch(self) -> None:
         """Returns never.
@@ -188,6 +207,9 @@ class Learner:
                 self._require_open()
                 if self._commands.poll(int(1000 * _LOOK_UP_S)):
                     missing.discard(self._commands.recv_multipart()[0])
+
+    def _tell_trainers(self, command: Command) -> None:
+        self._tell(self._others[: self._ranks - 1], command)
 
     def _tell(self, identities: Sequence[bytes], command: Command) -> None:
         with self._commanding:
@@ -243,6 +265,8 @@ def _obey(commands: zmq.Socket[bytes], store: Store, world: World) -> None:
                     continue  # its device is the generator's
                 if torch.cuda.is_available():
                     torch.cuda.set_device(world.local_rank)
+                if (cores := training_cores(config.schedule, world.rank, ranks)) is not None:
+                    stay_on(cores)
                 _join_trainers(store, world.rank, ranks, config.run.stage_timeout_s)
                 reference_folder = None if reference is None else Path(reference)
                 trainer = TorchTrainer(config, Path(folder), ranks=ranks, reference_folder=reference_folder)
@@ -252,6 +276,12 @@ def _obey(commands: zmq.Socket[bytes], store: Store, world: World) -> None:
             case Gather():
                 assert trainer is not None
                 trainer.gather_on_rank()
+            case Offload(what=what):
+                assert trainer is not None
+                trainer.offload_on_rank(what)
+            case Onload():
+                assert trainer is not None
+                trainer.onload_on_rank()
             case Stop():
                 return
 

@@ -35,6 +35,7 @@ from engine.protocols import StepResult
 from engine.train.checkpoint import save_checkpoint
 from engine.train.head import chunks, token_logprobs
 from engine.train.model import load_model
+from engine.train.offload import Offload
 from engine.train.policy import Policy, autocast, full_tensor
 from engine.types import Batch, MicroBatch
 
@@ -51,6 +52,14 @@ class Team(Protocol):
 
     def gather(self) -> None:
         """Run through `Policy.full_parameters`."""
+        ...
+
+    def offload(self, what: Literal["optimizer", "all"]) -> None:
+        """Leave the device, each rank its own."""
+        ...
+
+    def onload(self) -> None:
+        """Take it back."""
         ...
 
 
@@ -137,6 +146,7 @@ class TorchTrainer:
             weight_decay=config.train.weight_decay,
             fused=True,
         )
+        self._offload = Offload(self.device)
         self._version = 0
         self._bad_steps = 0
 
@@ -161,6 +171,7 @@ class TorchTrainer:
 
     def step_on_rank(self, micro_batches: Sequence[MicroBatch], temperature: float) -> StepResult:
         """This rank's part of a step; every rank comes to the same result."""
+        assert not self._offload.away
         sums = self.backward(micro_batches, temperature)
         grad_norm = float(full_tensor(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.train.grad_clip)))
         metrics = sums.metrics(self._loss.level) | {"grad_norm": grad_norm}
@@ -196,15 +207,33 @@ class TorchTrainer:
         result_N[one.positions_T.cpu()] = self._logprobs(self._policy, one, temperature).cpu()
         return result_N.numpy()
 
-    def move(self, device: torch.device, what: Literal["optimizer", "all"]) -> None:
-        """Optimizer state, or parameters too, to `device`: off it while the generator has it, and back before the next
-        step. This rank's shards only."""
+    def offload(self, what: Literal["optimizer", "all"]) -> None:
+        """See `protocols.Trainer.offload`. Returns once every rank's device is free. Steps need all of it back, whole
+        parameters and checkpoints the parameters."""
+        if self._team is not None:
+            self._team.offload(what)
+        self.offload_on_rank(what)
+
+    def onload(self) -> None:
+        """See `protocols.Trainer.onload`."""
+        if self._team is not None:
+            self._team.onload()
+        self.onload_on_rank()
+
+    def offload_on_rank(self, what: Literal["optimizer", "all"]) -> None:
+        """This rank's part of `offload`: its shards alone."""
+        leaving = [value for state in self._optimizer.state.values() for value in state.values()]
         if what == "all":
+            leaving += self._parameters
             for policy in filter(None, (self._policy, self._reference)):
-                policy.to(device)
-        for state in self._optimizer.state.values():
-            for name, value in state.items():
-                state[name] = value.to(device)
+                policy.release()
+            leaving += [] if self._reference is None else self._reference.parameters()
+        self._offload.out(leaving)
+        self._over_ranks([0.0])  # each has done it when all have come here
+
+    def onload_on_rank(self) -> None:
+        """This rank's part of `onload`."""
+        self._offload.back()
 
     def save(self, folder: Path) -> None:
         """See `protocols.Trainer.save`. Weights are written in `model.dtype`."""
@@ -256,7 +285,9 @@ class TorchTrainer:
         body_TD.backward(torch.zeros_like(body_TD) if hidden_TD.grad is None else hidden_TD.grad)
         if seen:
             logprobs_T, entropy_T, touched_T = (torch.cat(columns) for columns in zip(*seen, strict=True))
-            sums.add(logprobs_T, one.behaviour_T, entropy_T, touched_T, one.sequence_T, one.reference_T)
+            sums.add(
+                logprobs_T, one.behaviour_T, entropy_T, touched_T, one.sequence_T, one.staleness_T, one.reference_T
+            )
 
     def _look_ahead(self, passes: Sequence[_Pass], temperature: float) -> None:
         """A pass without gradients over the whole batch, for losses that need the reference policy's log-probs or

@@ -455,7 +455,7 @@ def test_behaviour_one_nat_lower_makes_every_ratio_e_times_as_large() -> None:
         losses.sum().backward()
         assert leaf.grad is not None
         sums = MismatchSums()
-        sums.add(logprobs, behaviour, torch.zeros(4), touched, torch.arange(4))
+        sums.add(logprobs, behaviour, torch.zeros(4), touched, torch.arange(4), torch.zeros(4))
         return leaf.grad, sums.ratio, sums.log_ratio
 
     gradient, ratio, log_ratio = measure(behaviour)
@@ -517,13 +517,15 @@ def test_mismatch_by_hand() -> None:
     sums = MismatchSums(loss=0.125)
     logprobs, behaviour = torch.tensor([0.5, 0.1, 0.5]).log(), torch.tensor([0.25, 0.2, 0.25]).log()
     sums.add(logprobs, behaviour, torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, False]),
-             torch.tensor([4, 4, 2]))  # fmt: skip
+             torch.tensor([4, 4, 2]), torch.tensor([0, 2, 1]))  # fmt: skip
     expected = {
         "loss": 0.125,
         "entropy": 2.0,
         "kl/ref": None,
         "mismatch/k1": -math.log(2) / 3,
         "mismatch/k3": 1.5 - 1 - math.log(2) / 3,
+        "mismatch/k3_fresh": 2 - 1 - math.log(2),
+        "mismatch/k3_stale": (0.5 - 1 + math.log(2) + 2 - 1 - math.log(2)) / 2,
         "mismatch/ess": 4.5**2 / (3 * 8.25),
         "mismatch/chi2": 1.75,  # 8.25 / 3 - 1
         "mismatch/prob_diff": 0.2,  # (.25 + .1 + .25) / 3
@@ -541,7 +543,8 @@ def test_full_and_length_normalised_weights_differ() -> None:
     """Sequences with log r = (ln 2, ln 2) and (0): full weights 4 and 1, normalised ones 2 and 1."""
     sums = MismatchSums()
     log_ratio = torch.tensor([math.log(2), math.log(2), 0.0])
-    sums.add(log_ratio - 3, torch.full((3,), -3.0), torch.zeros(3), torch.zeros(3), torch.tensor([0, 0, 1]))
+    sums.add(log_ratio - 3, torch.full((3,), -3.0), torch.zeros(3), torch.zeros(3), torch.tensor([0, 0, 1]),
+             torch.zeros(3))  # fmt: skip
     assert sums.rho == pytest.approx(25 / (2 * 17), rel=1e-6)
     assert sums.metrics("sequence")["mismatch/ess"] == pytest.approx(9 / (2 * 5), rel=1e-6)
     assert sums.outside_share == pytest.approx(2 / 3)
@@ -551,7 +554,7 @@ def test_one_sequence_beyond_all_others_leaves_an_effective_one() -> None:
     sums = MismatchSums()
     length = torch.arange(4).repeat_interleave(500)
     log_ratio = torch.where(length == 2, 2.0, 0.0)  # e^1000 and one, three times
-    sums.add(log_ratio - 5, torch.full((2000,), -5.0), torch.zeros(2000), torch.zeros(2000), length)
+    sums.add(log_ratio - 5, torch.full((2000,), -5.0), torch.zeros(2000), torch.zeros(2000), length, length)
     assert sums.rho == pytest.approx(1 / 4)
 
 
@@ -560,8 +563,10 @@ def test_the_metrics_kl_to_the_reference_is_the_divergence() -> None:
     pi, reference = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.4, 0.1, 0.25, 0.25])
     sums = MismatchSums()
     sums.add(torch.tensor(pi).log(), torch.full((4,), 0.25).log(), torch.zeros(4), torch.zeros(4), torch.arange(4),
-             torch.tensor(reference).log())  # fmt: skip
-    assert sums.metrics("token")["kl/ref"] == pytest.approx((pi * np.log(pi / reference)).sum(), rel=1e-6)
+             torch.ones(4), torch.tensor(reference).log())  # fmt: skip
+    metrics = sums.metrics("token")
+    assert metrics["kl/ref"] == pytest.approx((pi * np.log(pi / reference)).sum(), rel=1e-6)
+    assert (metrics["mismatch/k3_fresh"], metrics["mismatch/k3_stale"]) == (None, pytest.approx(metrics["mismatch/k3"]))
 
 
 def test_sums_of_two_ranks_are_the_sums_of_the_whole() -> None:
@@ -569,13 +574,14 @@ def test_sums_of_two_ranks_are_the_sums_of_the_whole() -> None:
     case = random_case()
     _, touched = policy_loss(case.tokens(PRESETS["ppo_clip"]), PRESETS["ppo_clip"])
     entropy = torch.rand(len(touched), generator=torch.Generator().manual_seed(0))
+    staleness = torch.arange(len(touched)) % 3
     vectors: list[list[float]] = []
     for remainder in (0, 1):
         sums = MismatchSums(loss=0.25)
         for third in range(3):
             part = (case.sequences % 2 == remainder) & (case.sequences // 2 % 3 == third)
             sums.add(case.logprobs[part], case.behaviour[part], entropy[part], touched[part], case.sequences[part],
-                     case.reference[part])  # fmt: skip
+                     staleness[part], case.reference[part])  # fmt: skip
         assert astuple(MismatchSums.from_vector(sums.vector())) == astuple(sums)
         vectors.append(sums.vector())
     whole = MismatchSums.from_vector(np.sum(vectors, axis=0).tolist())
@@ -589,6 +595,8 @@ def test_sums_of_two_ranks_are_the_sums_of_the_whole() -> None:
         "kl/ref": (ratio * (np.exp(log_ref - log_pi) - 1 - log_ref + log_pi)).mean(),
         "mismatch/k1": (log_mu - log_pi).mean(),
         "mismatch/k3": (ratio - 1 - np.log(ratio)).mean(),
+        "mismatch/k3_fresh": (ratio - 1 - np.log(ratio))[::3].mean(),
+        "mismatch/k3_stale": np.delete(ratio - 1 - np.log(ratio), np.s_[::3]).mean(),
         "mismatch/ess": weights.sum() ** 2 / (120 * (weights**2).sum()),
         "mismatch/chi2": (ratio**2).mean() - 1,
         "mismatch/prob_diff": np.abs(np.exp(log_pi) - np.exp(log_mu)).mean(),

@@ -148,6 +148,55 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(
     assert other.exitcode == 1
 
 
+def rank_0(port: int, folder: Path, reference: Path, fsdp: bool, other: int) -> None:
+    """Steps with everything off the device in between, against one rank that keeps it. At the end a step without
+    `onload`, at which rank 1, the process `other`, fails: its tensors were away too."""
+    from hand_made import config, group, packing, rollout
+
+    from engine.train.pack import build_batch
+    from engine.train.rank import Learner, World
+    from engine.train.trainer import TorchTrainer
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    settings = config(train={"fsdp": fsdp, "lr": LEARNING_RATE}, model={"path": "tiny", "reference": "other"},
+                      algorithm={"kl": {"to": "reference", "kind": "k2", "coef": 0.1}},
+                      schedule={"placement": "split"})
+    groups = [group(rollout(1.0, sampled=[3, 4, 5]), rollout(0.0, sampled=[6, 7], index=1))]
+    one, two = (build_batch(groups, packing(ranks=ranks), version=0)[0] for ranks in (1, 2))
+    alone = TorchTrainer(settings, folder, reference_folder=reference)
+    learner = Learner(World(0, 2, 0), 2, 60.0)
+    trainer = learner.trainer(settings, folder, reference)
+    for _ in range(3):
+        trainer.offload("all")
+        trainer.onload()
+        assert trainer.step(two).metrics["loss"] == pytest.approx(alone.step(one).metrics["loss"], abs=TOLERANCE)
+    cores = sorted(os.sched_getaffinity(0))
+    half = cores[len(cores) // 2 :]
+    assert psutil.Process(other).cpu_affinity() == half[len(half) // 2 :]  # the second rank's half of the trainer's
+    theirs = dict(alone.full_parameters())
+    for name, tensor in trainer.full_parameters():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=TOLERANCE)
+    trainer.offload("all")
+    learner.step(two)
+    with pytest.raises(TrainingError, match=r"(?s)trainer rank 1 failed.*assert not self._offload.away"):
+        run(within(60, "the rank's report", learner.watch()))
+    learner.close()
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["copies", "shards"])
+def test_every_rank_leaves_its_device_and_comes_back(
+    tiny_folder: Path, untied_folder: Path, free_port: int, fsdp: bool
+) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    other = spawn.Process(target=rank_1, args=(free_port,))
+    other.start()
+    learner = spawn.Process(target=rank_0, args=(free_port, tiny_folder, untied_folder, fsdp, other.pid))
+    learner.start()
+    for process in (learner, other):
+        process.join(120)
+    assert (learner.exitcode, other.exitcode) == (0, 1)
+
+
 def test_a_signal_ends_the_step_and_saves_with_every_rank(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start_endless(tmp_path)

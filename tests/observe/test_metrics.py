@@ -16,8 +16,9 @@ DESIGN_KEYS = [
     "step", "version", "skipped", "time_s", "reward/mean", "reward/trained", "reward/std", "reward/timeouts",
     "groups/leased", "groups/completed", "groups/trained", "groups/zero_signal", "groups/stale", "groups/rejected",
     "groups/timed_out", "tokens/generated", "tokens/trained", "length/leased", "length/trained", "length/truncated",
-    "loss", "grad_norm", "lr", "entropy", "kl/ref", "staleness/mean", "staleness/max", "mismatch/k1", "mismatch/k3",
-    "mismatch/ess", "mismatch/chi2", "mismatch/prob_diff", "mismatch/ratio_mean", "rule/fraction", "pack/efficiency",
+    "loss", "grad_norm", "lr", "entropy", "kl/ref", "staleness/mean", "staleness/max", "staleness/in_flight",
+    "staleness/in_queue", "mismatch/k1", "mismatch/k3", "mismatch/k3_fresh", "mismatch/k3_stale", "mismatch/ess",
+    "mismatch/chi2", "mismatch/prob_diff", "mismatch/ratio_mean", "rule/fraction", "pack/efficiency",
     "time/step", "time/wait_rollouts", "time/wait_stale", "time/train", "time/publish", "time/switch", "time/eval",
     "busy/generator", "busy/trainer", "loop/lag_p99_ms",
 ]  # fmt: skip
@@ -147,6 +148,8 @@ def test_dropped_groups_count_before_selection_only() -> None:
         "length/truncated": 0.125,
         "staleness/mean": 0.0,
         "staleness/max": 0,
+        "staleness/in_flight": 0.0,
+        "staleness/in_queue": 0.0,
         "reward/sums": 0.5,
         "share/sums": 1.0,
         "ledger/sums/completed": 4,
@@ -190,6 +193,8 @@ def test_envs_and_staleness() -> None:
     assert row["reward/logic"] is None
     assert (row["share/sums"], row["share/words"], row["share/logic"]) == (1 / 3, 2 / 3, 0.0)
     assert (row["staleness/mean"], row["staleness/max"]) == (1.0, 2)  # 2, 1 and 0; the dropped group's 5 is not in it
+    # The first group was made by versions 3 to 5, the second waited through one.
+    assert (row["staleness/in_flight"], row["staleness/in_queue"]) == (pytest.approx(2 / 3), pytest.approx(1 / 3))
 
 
 def test_nothing_left_is_null_where_there_is_no_mean() -> None:

@@ -35,12 +35,16 @@ class Watching(SilentTerminal):
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.shown: list[tuple[Row, list[Sample]]] = []
+        self.verdicts: list[Any] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)
 
     def step(self, row: Row, samples: Any) -> None:
         self.shown.append((row, samples))
+
+    def judged(self, verdicts: Any) -> None:
+        self.verdicts.append(verdicts["mismatch/k1"])
 
 
 @pytest.fixture
@@ -113,6 +117,7 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
         "tokens/generated": 7, "tokens/trained": 3,
         "length/leased": 1.75, "length/trained": 1.5, "length/truncated": 0.25,
         "staleness/mean": 1.0, "staleness/max": 1,  # version 4 before the step, oldest token of version 3
+        "staleness/in_flight": 1.0, "staleness/in_queue": 0.0,  # its newest of version 4
         "loss": 0.25, "grad_norm": 2.0, "lr": 1e-5, "mismatch/k1": -0.125,
         "pack/efficiency": 7 / 16,  # 4 and 3 tokens in two micro-batches of 8
         "time/step": 10.0, "time/wait_rollouts": 2.0, "time/train": 4.0, "time/publish": 1.0, "time/switch": 0.5,
@@ -125,8 +130,9 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
     assert row["memory/host_peak"] > 0
     # What nobody reported is null, never 0.
     assert {name for name, value in row.items() if value is None} == {
-        "skipped", "reward/words", "entropy", "kl/ref", "mismatch/k3", "mismatch/ess", "mismatch/chi2",
-        "mismatch/prob_diff", "mismatch/ratio_mean", "rule/fraction", "time/wait_stale", "loop/lag_p99_ms",
+        "skipped", "reward/words", "entropy", "kl/ref", "mismatch/k3", "mismatch/k3_fresh", "mismatch/k3_stale",
+        "mismatch/ess", "mismatch/chi2", "mismatch/prob_diff", "mismatch/ratio_mean",
+        "rule/fraction", "time/wait_stale", "loop/lag_p99_ms",
         "ledger/words/length_leased", "ledger/words/length_trained",
     }  # fmt: skip
 
@@ -245,5 +251,6 @@ def test_a_verdict_is_told_when_it_changes(tmp_path: Path, clock: Clock) -> None
     book.close()
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert [(event["step"], event["mismatch/k1"]) for event in events] == [(2, "bad"), (4, "watch"), (5, "healthy")]
+    assert terminal.verdicts == ["healthy", "bad", "bad", "watch", "healthy"]
     assert all("mismatch/ess" not in event for event in events)
     assert [note.partition(" (")[0] for note in terminal.notes] == ["step 2: mismatch/k1 = 0.125 is bad"]

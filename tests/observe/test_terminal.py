@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -23,8 +24,15 @@ from engine.observe.terminal import (
 ROW = {
     "step": 3, "version": 3, "skipped": None, "reward/mean": 0.4125, "reward/trained": 0.5, "loss": 0.0125,
     "grad_norm": 0.8, "entropy": 1.25, "staleness/mean": 0.5, "staleness/max": 1, "length/leased": 100.0,
+    "staleness/in_queue": 0.125, "staleness/in_flight": 0.375, "mismatch/k1": -0.012, "mismatch/k3": 0.012,
+    "mismatch/k3_fresh": 0.0005, "mismatch/k3_stale": 0.0235, "mismatch/ess": 0.91, "mismatch/chi2": 0.25,
+    "mismatch/prob_diff": 0.0075, "rule/fraction": 0.03,
     "length/truncated": 0.125, "tokens/generated": 12000, "tokens/trained": 6000, "groups/trained": 6,
     "groups/zero_signal": 2, "time/step": 10.0, "time/wait_rollouts": 6.0, "time/wait_stale": 0.0, "time/train": 3.5,
+}  # fmt: skip
+VERDICTS = {
+    "mismatch/k1": "healthy", "mismatch/k3": "bad", "mismatch/ess": "healthy", "mismatch/chi2": "healthy",
+    "mismatch/prob_diff": "watch", "rule/fraction": "healthy",
 }  # fmt: skip
 SAMPLE = Sample(prompt="2 + 3?", completion="[bold]It[/bold] is\n\x1b[31m5 [/none]", extracted="5", reward=1.0)
 
@@ -51,10 +59,47 @@ def test_plain_step_is_one_line_with_eta_and_one_per_sample() -> None:
     lines = stream.getvalue().splitlines()
     assert lines[1] == (
         "step 3/10  reward 0.412 (trained 0.500)  loss 0.0125  grad norm 0.8  entropy 1.250  staleness 0.5 max 1  "
-        "length 100 cut 12%  generated 1,200 tok/s  trained 600 tok/s  groups 6 zero-signal 2  "
+        "queue 0.12 flight 0.38  length 100 cut 12%  generated 1,200 tok/s  trained 600 tok/s  groups 6 zero-signal 2  "
         "time 10.0 s (wait_rollouts 6.0, train 3.5)  eta 0:01:10"
     )
     assert lines[2:] == [r"  > 2 + 3? => [bold]It[/bold] is\n\x1b[31m5 [/none] | answer 5 | reward 1"] * 2
+
+
+def test_plain_tells_of_mismatch_when_it_is_not_healthy() -> None:
+    terminal, stream = plain_terminal()
+    terminal.step(ROW, [])
+    terminal.judged(dict.fromkeys(VERDICTS, "healthy"))
+    terminal.judged({})  # a step without a token
+    terminal.judged(VERDICTS)
+    assert stream.getvalue().splitlines()[2:] == ["  mismatch: k3 0.012 bad, prob diff 0.0075 watch"]
+
+
+def test_rich_shows_mismatch_with_its_verdicts() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, height=40, color_system="standard")
+    terminal = RichTerminal(console, steps=10, title="run")
+    terminal.step(ROW, [])
+    terminal.judged(VERDICTS)
+    terminal.close()
+    frame = "\n".join(last_frame(stream))
+    for coloured in ("\x1b[1;31m0.012 bad", "\x1b[33m0.0075 watch", "\x1b[32m0.91 healthy", "\x1b[32m-0.012 healthy"):
+        assert coloured in frame
+    plain = re.sub(r"\x1b\[[\d;]*m", "", frame)
+    for figure in ("k3 0.012 bad", "k3 fresh 0.0005", "k3 stale 0.0235", "prob diff 0.0075 watch", "chi2 0.25 healthy",
+                   "rule 0.03 healthy", "queue 0.12 flight 0.38"):
+        assert figure in plain
+    assert max(map(len, plain.splitlines())) <= 80
+
+
+def test_rich_forgets_the_verdicts_of_the_step_before() -> None:
+    terminal, stream = rich_terminal()
+    terminal.step(ROW, [])
+    terminal.judged(VERDICTS)
+    terminal.step({**ROW, "step": 4, "skipped": "no group has a signal", "mismatch/k3": None}, [])
+    terminal.close()
+    frame = "\n".join(last_frame(stream))
+    assert "k3 - " in frame
+    assert "bad" not in frame
 
 
 def test_plain_shows_a_skipped_step_and_nulls() -> None:

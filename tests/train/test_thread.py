@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from engine.clock import run
-from engine.train.thread import TrainingThread
+from engine.config import ScheduleSection
+from engine.train.thread import TrainingThread, training_cores
 
 
 def test_calls_run_in_their_order_in_one_daemon_thread() -> None:
@@ -108,3 +113,66 @@ def test_a_result_after_the_loop_has_closed_harms_nothing(recwarn: pytest.Warnin
     run(later())
     assert ended.is_set()
     assert not recwarn
+
+
+@pytest.fixture
+def thread_count() -> Iterator[None]:
+    """Torch computes with as many threads as before, afterwards."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def where_threads_may_run() -> dict[str, str]:
+    """The kernel's word, by thread id."""
+    lines = {task.name: (task / "status").read_text().splitlines() for task in Path("/proc/self/task").iterdir()}
+    return {
+        name: next(line for line in status if line.startswith("Cpus_allowed_list")).split()[1]
+        for name, status in lines.items()
+    }
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+@pytest.mark.usefixtures("thread_count")
+def test_the_thread_and_all_that_compute_for_it_stay_on_its_cores() -> None:
+    core, mine = max(os.sched_getaffinity(0)), os.sched_getaffinity(0)
+    before = where_threads_may_run()
+
+    def compute() -> None:
+        torch.set_num_threads(3)  # more than there are cores, so that OpenMP must start some
+        (torch.ones(512, 512) @ torch.ones(512, 512) + torch.ones(512, 512)).exp()
+
+    async def main() -> int:
+        thread = TrainingThread([core])
+        count = await thread.call(torch.get_num_threads)
+        await thread.call(compute)
+        return count
+
+    assert run(main()) == 1
+    started = {name: allowed for name, allowed in where_threads_may_run().items() if name not in before}
+    assert len(started) >= 3  # itself and two of OpenMP's
+    assert set(started.values()) == {str(core)}
+    assert os.sched_getaffinity(0) == mine
+
+
+@pytest.mark.parametrize(
+    ("available", "ranks", "expected"),
+    [
+        ({0, 1}, 1, [[1]]),
+        ({0, 1, 2, 3}, 2, [[2], [3]]),
+        ({3, 4, 5, 8, 9, 10}, 2, [[8], [9, 10]]),
+        ({0, 1, 2, 3}, 3, [[2], [2], [3]]),  # two cores for three
+    ],
+    ids=str,
+)
+def test_ranks_share_the_trainers_half(
+    monkeypatch: pytest.MonkeyPatch, available: set[int], ranks: int, expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: available)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    split = ScheduleSection(placement="split")
+    assert [training_cores(split, rank, ranks) for rank in range(ranks)] == expected
+    assert training_cores(ScheduleSection(placement="split", cores=str(min(available))), 0, 1) == sorted(available)[1:]
+    assert training_cores(ScheduleSection(placement="time_sliced"), 0, ranks) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert training_cores(split, 0, ranks) is None

@@ -342,20 +342,34 @@ def test_a_model_that_does_more_than_the_step_is_refused(setting: str, value: An
 
 
 @pytest.mark.parametrize("what", ["optimizer", "all"])
-def test_what_was_moved_away_and_back_trains_on_as_if_it_had_stayed(tiny_folder: Path, what: Any) -> None:
-    """On a CPU there is nowhere else to go but `meta`, which has no memory: there one sees what would have moved."""
-    stayed, moved = trainer(tiny_folder), trainer(tiny_folder)
-    for of in (stayed, moved):
-        of.step(batch_of(groups()))
-    moved.move(torch.device("cpu"), what)
+def test_what_went_off_the_device_and_back_trains_on_as_if_it_had_stayed(
+    tiny_folder: Path, untied_folder: Path, what: Any
+) -> None:
+    settings = config(
+        algorithm={"kl": {"to": "reference", "kind": "k2", "coef": 0.1}}, model={"path": "tiny", "reference": "untied"}
+    )
+    stayed, moved = (TorchTrainer(settings, tiny_folder, reference_folder=untied_folder) for _ in range(2))
+    assert moved._reference is not None
+    for parameter in (*moved._parameters, *moved._reference.parameters()):
+        parameter.data = parameter.data.clone()  # off the file that it is mapped from: that has no memory to give back
+    for _ in range(2):
+        for of in (stayed, moved):
+            assert not of.step(batch_of(groups())).skipped
+        moved.offload(what)
+        states = [value for state in moved._optimizer.state.values() for value in state.values()]
+        sizes = [tensor.untyped_storage().nbytes() for tensor in states]
+        assert sizes == [0] * 3 * len(moved._parameters)  # the step's count, and two moments
+        kept = sum(parameter.untyped_storage().nbytes() for parameter in moved._parameters)
+        kept += sum(parameter.untyped_storage().nbytes() for parameter in moved._reference.parameters())
+        assert (kept == 0) == (what == "all")
+        with pytest.raises(AssertionError):
+            moved.step(batch_of(groups()))
+        moved.onload()
     for of in (stayed, moved):
         of.step(batch_of(groups()))
     for name, tensor in weights(stayed).items():
         assert torch.equal(weights(moved)[name], tensor)
-    moved.move(torch.device("meta"), what)
-    states = [value for state in moved._optimizer.state.values() for value in state.values()]
-    assert {value.device.type for value in states} == {"meta"}
-    assert {parameter.device.type for parameter in moved.model.parameters()} == ({"meta"} if what == "all" else {"cpu"})
+    assert moved.model.get_output_embeddings().weight is moved.model.get_input_embeddings().weight
 
 
 def one_pass(folder: Path, reference: Path | None, algorithm: dict[str, Any], given: Sequence[Group]) -> Gradient:
@@ -387,7 +401,7 @@ def one_pass(folder: Path, reference: Path | None, algorithm: dict[str, Any], gi
         logprobs_T=logprobs_T,
         behaviour_T=of_tokens("logprobs").double(),
         advantages_T=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(lengths),
-        staleness_T=torch.full((int(lengths.sum()),), VERSION),
+        staleness_T=torch.tensor(STALENESS).repeat(len(members)),
         entropy_T=entropy_T,
         reference_T=log_softmax(other)[0].detach() if reference else None,
     )
@@ -415,8 +429,9 @@ def near(folder: Path, spread: float) -> list[Group]:
     return [replace(one, rollouts=tuple(map(moved, one.rollouts))) for one in groups()]
 
 
-# The version before the step; the hand-made rollouts are of version 0.
-VERSION = 3
+# The version before the step, and how old the 8 tokens of a hand-made rollout are that was begun under version 0 and
+# saw version 2 after four of them.
+VERSION, SPANS, STALENESS = 3, ((4, 0), (8, 2)), [3, 3, 3, 3, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -436,6 +451,8 @@ def test_all_that_a_loss_asks_for_reaches_it(
     monkeypatch.setattr(head, "CHUNK_TOKENS", 5)  # rollouts have 8
     reference = untied_folder if "kl" in algorithm else None
     given = near(tiny_folder, 0.05) if "correction" in algorithm else groups()
+    given = [replace(one, rollouts=tuple(replace(member, version_spans=SPANS) for member in one.rollouts))
+             for one in given]  # fmt: skip
     settings = config(algorithm=algorithm | {"advantage": "centered"}, model={"path": "tiny-random"})
     of = TorchTrainer(settings, tiny_folder, reference_folder=reference)
     batch, _ = build_batch(given, packing(estimator="centered", micro_batch_tokens=40), version=VERSION)
@@ -474,3 +491,28 @@ def test_ess_scaling_lowers_the_rate_by_the_root_of_rho(tiny_folder: Path) -> No
     assert sums.rho is not None
     assert sums.rho < 0.9
     assert of.step(batch_of(groups())).metrics["lr"] == pytest.approx(1e-3 * sums.rho**0.5)
+
+
+def test_each_token_of_a_rollout_is_corrected_by_its_own_age(tiny_folder: Path) -> None:
+    """Version 4 before the step: two tokens of version 0 have alpha 3/4, one of version 2 has 1/2, one of version 3 0.
+    With pi / mu = e, prox / mu is e^alpha and pi / prox e^(1 - alpha)."""
+    spans = ((2, 0), (4, 2), (5, 3))
+    plain = trainer(tiny_folder, preset="decoupled_ppo")
+    asked = [rollout(reward, sampled=[3, 4, 5, 6], index=index) for index, reward in enumerate((1.0, 0.0))]
+    (micro,) = batch_of([group(*asked)]).micro_batches[0]
+    own = plain.logprobs(micro, 1.0)[micro.trainable].reshape(2, 4)
+    members = [
+        replace(member, logprobs=np.float32([0, 0, *(own[index] - 1)]), version_spans=spans)
+        for index, member in enumerate(asked)
+    ]
+    batch, _ = build_batch([group(*members)], packing(), version=4)
+    assert batch.micro_batches[0][0].staleness[batch.micro_batches[0][0].trainable].tolist() == [4, 4, 2, 1] * 2
+    result = plain.step(batch)
+    # pi / prox is 1.28, 1.28, 1.65, 2.72: with A = 1 clipped to 1.2, with A = -1 not, since that clip is from below.
+    up = [1.2 * math.exp(alpha) for alpha in (0.75, 0.75, 0.5, 0.0)]
+    down = [math.e] * 4
+    assert result.metrics["loss"] == pytest.approx((sum(down) - sum(up)) / 8, rel=1e-5)
+    assert result.metrics["rule/fraction"] == 0.5
+    k3 = math.e - 2
+    assert [result.metrics[f"mismatch/{key}"] for key in ("k3", "k3_stale")] == pytest.approx([k3, k3], rel=1e-5)
+    assert result.metrics["mismatch/k3_fresh"] is None
