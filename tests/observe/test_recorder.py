@@ -132,7 +132,7 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
     assert {name for name, value in row.items() if value is None} == {
         "skipped", "reward/words", "entropy", "kl/ref", "mismatch/k3", "mismatch/k3_fresh", "mismatch/k3_stale",
         "mismatch/ess", "mismatch/chi2", "mismatch/prob_diff", "mismatch/ratio_mean",
-        "rule/fraction", "time/wait_stale", "loop/lag_p99_ms",
+        "rule/fraction", "loop/lag_p99_ms",
         "ledger/words/length_leased", "ledger/words/length_trained",
     }  # fmt: skip
 
