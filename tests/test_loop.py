@@ -103,7 +103,11 @@ class LabelRoute:
 
 
 async def nothing_due(step: int, timings: Timings) -> None:
-    """No evaluation, no checkpoint."""
+    """No evaluation."""
+
+
+async def nothing_to_save(step: int) -> None:
+    """No checkpoint."""
 
 
 class Hanging(FakeGenerator):
@@ -138,7 +142,8 @@ class Parts:
     trainer: Any = field(default_factory=CountingTrainer)
     thread: Any = field(default_factory=InlineThread)
     scorer: Any = field(default_factory=Alternating)
-    after_step: Callable[[int, Timings], Awaitable[None]] = nothing_due
+    save: Callable[[int], Awaitable[None]] = nothing_to_save
+    evaluate: Callable[[int, Timings], Awaitable[None]] = nothing_due
     route: Any = None
     placement: Any = None
 
@@ -171,7 +176,8 @@ class Parts:
             recorder=Recorder(
                 self.folder, SilentTerminal(), envs=["sums"], samples=1, tensorboard=False, micro_batch_tokens=4096
             ),
-            after_step=self.after_step,
+            save=self.save,
+            evaluate=self.evaluate,
         )
         return self.made
 
@@ -304,7 +310,7 @@ def test_evaluations_have_the_generator_to_themselves(parts: Callable[..., Parts
                               max_in_flight=256).wave(questions)
         seen.extend({version for group in groups for one in group.rollouts for _, version in one.version_spans})
 
-    made = parts(max_staleness=max_staleness, after_step=evaluate)
+    made = parts(max_staleness=max_staleness, evaluate=evaluate)
     assert run_virtual(made.stages()) == 5
     assert seen == [1, 2, 3, 4, 5]
 
@@ -330,7 +336,7 @@ def test_times_by_hand(
         max_staleness=max_staleness,
         generator=FakeGenerator(eos_token_id=256, length=lambda request: request.max_new_tokens - 14, step_s=1.0),
         thread=InlineThread(3.0),
-        after_step=evaluate,
+        evaluate=evaluate,
         steps=4,
     )
     run_virtual(made.stages())
@@ -560,7 +566,7 @@ class BrokenRoute(LabelRoute):
         return await super().publish(number)
 
 
-async def broken_after_step(step: int, timings: Timings) -> None:
+async def broken_evaluation(step: int, timings: Timings) -> None:
     if step == 2:
         raise Broken
 
@@ -573,7 +579,7 @@ def broken_parts(where: str) -> dict[str, Any]:
         "score": {"scorer": BrokenScorer()},
         "train": {"trainer": BrokenTrainer()},
         "publish": {"generator": (fake := generator()), "route": BrokenRoute(fake)},
-        "after_step": {"after_step": broken_after_step},
+        "evaluate": {"evaluate": broken_evaluation},
     }[where]
 
 
@@ -582,14 +588,14 @@ async def failing(made: Parts) -> tuple[BaseException, float]:
     try:
         await made.stages()
     except BaseException as error:
-        stages = {"admit", "generate", "score", "watch_lag"}
+        stages = {"admit", "generate", "score", "expire", "watch_lag"}
         assert not [one for one in asyncio.all_tasks() if one.get_name() in stages]
         return error, now()
     raise AssertionError("the run went through")
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-@pytest.mark.parametrize("where", ["admit", "generate", "score", "train", "publish", "after_step"])
+@pytest.mark.parametrize("where", ["admit", "generate", "score", "train", "publish", "evaluate"])
 def test_an_exception_in_any_stage_ends_the_run_as_itself(
     parts: Callable[..., Parts], where: str, max_staleness: int
 ) -> None:

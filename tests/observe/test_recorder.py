@@ -85,7 +85,7 @@ def write(to: Recorder, clock: Clock, *, step: int = 1, groups: list[Group] | No
     for name, seconds in (("wait_rollouts", 2.0), ("train", 4.0), ("publish", 1.0), ("switch", 0.5)):
         timings.add(name, seconds)
     clock.now_s += 10.0
-    to.step(step, 4, 5 if not result.get("skipped") else 4, fates, batch, StepResult(**result), timings, 2.5)
+    to.step(step, 4, 5 if not result.get("skipped") else 4, fates, batch, StepResult(**result), timings, 2.5, {"asleep": 2**30})
 
 
 def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
@@ -105,7 +105,7 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
         for family, ends in {"reward": [""], "share": [""], "ledger": LEDGER}.items()
         for what in ends
     }
-    assert set(row) == {key.name for key in KEYS} | of_envs | {"memory/host_peak"}
+    assert set(row) == {key.name for key in KEYS} | of_envs | {"memory/host_peak", "memory/asleep"}
     expected = {
         "step": 1, "version": 5, "skipped": None, "time_s": 70.0,
         "reward/mean": 0.5,  # 1, 0, .5, .5
@@ -200,7 +200,7 @@ def test_a_generator_that_was_busy_all_the_time_is_busy_once(tmp_path: Path, clo
     book = recorder(tmp_path)
     batch, fates = build_batch(consumed(), packing(estimator="centered", micro_batch_tokens=8), version=0)
     clock.now_s += 1.0
-    book.step(1, 4, 5, fates, batch, StepResult(), Timings(), 1.5)
+    book.step(1, 4, 5, fates, batch, StepResult(), Timings(), 1.5, {})
     book.close()
     assert book.rows[0]["busy/generator"] == 1.0
 
