@@ -47,7 +47,7 @@ def test_what_cannot_be_divided_is_refused(available, cores, limit):
 
 @pytest.mark.parametrize(
     ("visible", "count", "first", "engine"),
-    [(None, 4, 2, "2,3"), ("", 2, 1, "1"), ("4,5,6,7", 4, 1, "5,6,7"), ("GPU-a,GPU-b", 2, 1, "GPU-b")],
+    [(None, 4, 2, "2,3"), ("4,5,6,7", 4, 1, "5,6,7"), ("GPU-a,GPU-b", 2, 1, "GPU-b")],
 )
 def test_the_engine_sees_the_devices_after_the_trainers(visible, count, first, engine):
     assert engine_devices(visible, count, first) == engine
