@@ -133,6 +133,7 @@ def build_generator(config: Config, model_folder: Path, folder: Path, terminal: 
                     end_token_ids=end_token_ids(model_folder),
                     log_file=log_file,
                     head_in_float32=config.model.lm_head_dtype == "float32",
+                    split=config.schedule.placement == "split",
                 )
         case "fake":
             return FakeGenerator(vocab_size=256, eos_token_id=end_token_ids(model_folder)[0])

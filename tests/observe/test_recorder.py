@@ -85,7 +85,8 @@ def write(to: Recorder, clock: Clock, *, step: int = 1, groups: list[Group] | No
     for name, seconds in (("wait_rollouts", 2.0), ("train", 4.0), ("publish", 1.0), ("switch", 0.5)):
         timings.add(name, seconds)
     clock.now_s += 10.0
-    to.step(step, 4, 5 if not result.get("skipped") else 4, fates, batch, StepResult(**result), timings, 2.5, {"asleep": 2**30})
+    version = 4 if result.get("skipped") else 5
+    to.step(step, 4, version, fates, batch, StepResult(**result), timings, 2.5, {"asleep": 2**30})
 
 
 def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
@@ -122,7 +123,7 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
         "pack/efficiency": 7 / 16,  # 4 and 3 tokens in two micro-batches of 8
         "time/step": 10.0, "time/wait_rollouts": 2.0, "time/train": 4.0, "time/publish": 1.0, "time/switch": 0.5,
         "time/eval": 0.0,
-        "busy/generator": 0.25, "busy/trainer": 0.4,
+        "busy/generator": 0.25, "busy/trainer": 0.4, "memory/asleep": 1.0,
         "ledger/sums/leased": 2, "ledger/words/leased": 1, "ledger/sums/trained": 1, "ledger/sums/zero_signal": 1,
         "ledger/sums/length_leased": 1.75, "ledger/sums/length_trained": 1.5, "ledger/words/completed": 0,
     }  # fmt: skip
