@@ -191,11 +191,12 @@ class VllmGenerator:
         """See `protocols.Generator.sleep`."""
         if level == 0:
             return
+        # A lighter sleep afterwards brings nothing back.
+        self._weights_dropped |= level == 2
         with calling_the_engine():
             await self.llm.sleep(level, mode="keep")
             if not torch.cuda.is_available():
                 await self.llm.collective_rpc("give_pages_back", kwargs={"weights": level == 2})
-        self._weights_dropped = level == 2
 
     async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
         """See `protocols.Generator.wake`."""

@@ -148,6 +148,9 @@ def test_waking_from_level_2_without_weights_is_refused(engine):
         with pytest.raises(GenerationError, match="dropped") as error:
             await generator.resume()
         assert "publish" in error.value.remedy
+        await generator.sleep(1)
+        await generator.wake("weights")
+        await generator.wake("kv_cache")
         with pytest.raises(GenerationError, match="dropped"):
             await generator.wave(_golden("refused"))
         generator.serves(generator.served_version)  # a lie, to see what the check is for
