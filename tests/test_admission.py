@@ -708,7 +708,8 @@ async def trained_share(overdue: Literal["wait", "drop"], max_wait_s: float = 0.
 
 
 @pytest.mark.parametrize(
-    ("overdue", "max_wait_s", "low", "high"), [("wait", 0.0, 0.45, 0.55), ("wait", 1.0, 0.2, 0.4), ("drop", 0.0, 0.2, 0.4)]
+    ("overdue", "max_wait_s", "low", "high"),
+    [("wait", 0.0, 0.45, 0.55), ("wait", 1.0, 0.2, 0.4), ("drop", 0.0, 0.2, 0.4)],
 )
 def test_only_wait_trains_a_slow_env_as_often_as_it_is_admitted(
     overdue: Literal["wait", "drop"], max_wait_s: float, low: float, high: float
