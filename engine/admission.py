@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Literal, NamedTuple
 
 from engine.clock import now
@@ -66,17 +66,18 @@ class Admission:
         """Admitted and neither completed, selected nor dropped."""
         return len(self._open)
 
-    async def admit(self, served_version: int, lag: int = 0) -> int:
-        """Wait for a slot and take it: the number of the group that may now be generated, by a host that serves a
-        version `lag` behind `served_version`, the published one."""
-        kept = lag * self._groups_per_step
+    async def admit(self, served: Callable[[], int], lag: Callable[[], int] = lambda: 0) -> int:
+        """Wait for a slot and take it: the number of the group that may now be generated. `served` tells the version
+        that its host serves, `lag` how far that is behind the published one; both may change while this waits."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._free > kept and self._left_to_admit > 0)
+            await self._changed.wait_for(
+                lambda: self._free > lag() * self._groups_per_step and self._left_to_admit > 0
+            )
             self._free -= 1
             self._left_to_admit -= 1
             number = self._next
             self._next += 1
-            self._admitted_at[number] = served_version - lag
+            self._admitted_at[number] = served()
             self._open.add(number)
             return number
 
@@ -149,7 +150,11 @@ class Admission:
                 while self._selectable() is None and self._completed and oldest == min(self._open):
                     await self._changed.wait()
         except TimeoutError:
-            self._lose(oldest, "timed_out", f"the trainer waited {self._max_wait_s:g} s for it while others were ready")
+            # It may have been completed or dropped just as its time ran out.
+            if oldest in self._open:
+                self._lose(
+                    oldest, "timed_out", f"the trainer waited {self._max_wait_s:g} s for it while others were ready"
+                )
         finally:
             self._blocked_s += now() - since
 

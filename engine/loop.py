@@ -96,7 +96,7 @@ async def admit(run: Run) -> None:
     sampling = Sampling.of(generate)
     refused_in_a_row = 0
     while True:
-        order = await run.admission.admit(run.driver.served_version)
+        order = await run.admission.admit(lambda: run.driver.served_version)
         lease = Lease(
             lease_id=f"{order:07d}",
             order=order,
@@ -284,19 +284,19 @@ async def select(run: Run, steps: int, timings: Timings) -> list[list[Group]]:
 
 
 async def _select_step(run: Run, version: int) -> list[Group] | None:
-    """One step's groups; with `schedule.refill` those without a signal are dropped for others, up to a limit."""
-    wanted, refill = run.config.schedule.groups_per_step, run.config.schedule.refill
-    left = wanted * _MAX_REFILL if refill else wanted
-    chosen: list[Group] = []
-    while len(chosen) < wanted and left:
+    """One step's groups. With `schedule.refill` those without a signal are dropped for others, up to a limit: the rest
+    stays, so that every step holds as many slots until it is published, which the staleness bound relies on."""
+    wanted, chosen = run.config.schedule.groups_per_step, list[Group]()
+    others = wanted * (_MAX_REFILL - 1) if run.config.schedule.refill else 0
+    while len(chosen) < wanted:
         fresh: list[Group] = []
-        for _ in range(min(wanted - len(chosen), left)):
+        for _ in range(wanted - len(chosen)):
             group = await _next_ready(run, version)
             if group is None:
                 return None
             fresh.append(group)
-        left -= len(fresh)
-        silent = [group for group in fresh if refill and not has_signal(group)]
+        silent = [group for group in fresh if not has_signal(group)][:others]
+        others -= len(silent)
         # All at once: what replaces them at max_staleness 0 is one wave.
         await run.admission.drop(*(group.lease.order for group in silent))
         run.dropped += [with_fate(group, signal=False) for group in silent]

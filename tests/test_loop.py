@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
 import traceback
@@ -19,16 +20,17 @@ from msgspec.structs import replace
 from engine import clock, loop
 from engine.admission import Admission
 from engine.clock import now, run_virtual
+from engine.config import ScheduleSection
 from engine.errors import DataError, StalledError
 from engine.generate.fake import FakeGenerator, geometric
 from engine.loop import Run, run_stages
-from engine.observe.metrics import Row, read_groups
+from engine.observe.metrics import LEFT_AS, Row, read_groups
 from engine.observe.recorder import Recorder, Timings
 from engine.observe.terminal import SilentTerminal
 from engine.protocols import Score, StepResult
 from engine.rollout.chat import Chat
 from engine.rollout.drive import Driver
-from engine.timeslice import TimeSlice
+from engine.timeslice import Placement, Split, TimeSlice
 from engine.train.thread import TrainingThread
 from engine.types import Batch, Group, Rollout, Segment, SegmentRequest, Task, Verdict, Version
 
@@ -123,6 +125,11 @@ class Hanging(FakeGenerator):
         raise AssertionError
 
 
+@functools.cache
+def open_chat(model: Path) -> Chat:
+    return Chat(model, max_prompt_tokens=64)
+
+
 def generator(kind: type[FakeGenerator] = FakeGenerator) -> FakeGenerator:
     """A token a second, about eight a rollout."""
     return kind(eos_token_id=256, length=lambda request: geometric(request, 8.0), step_s=1.0)
@@ -145,23 +152,27 @@ class Parts:
     save: Callable[[int], Awaitable[None]] = nothing_to_save
     evaluate: Callable[[int, Timings], Awaitable[None]] = nothing_due
     route: Any = None
-    placement: Any = None
+    schedule: dict[str, Any] = field(default_factory=dict[str, Any])
+    evals_every: int = 0
 
     def __post_init__(self) -> None:
         self.route = self.route or LabelRoute(self.generator)
-        self.chat = Chat(self.model, max_prompt_tokens=64)
+        self.chat = open_chat(self.model)
 
     def run(self) -> Run:
         settings = config(
             run={"steps": self.steps, "stage_timeout_s": self.limit_s},
             generate={"group_size": GROUP_SIZE, "max_new_tokens": 20, "temperature": 0.6, "stop": ["no such"]},
-            schedule={"groups_per_step": PER_STEP, "max_staleness": self.max_staleness},
+            schedule={"groups_per_step": PER_STEP, "max_staleness": self.max_staleness} | self.schedule,
+            evals={"every": self.evals_every},
         )
+        schedule = settings.schedule
         self.made = Run(
             config=settings,
             tasks=self.tasks,
             admission=Admission(
-                groups_per_step=PER_STEP, max_staleness=self.max_staleness, total=self.steps * PER_STEP
+                groups_per_step=PER_STEP, max_staleness=self.max_staleness, total=self.steps * PER_STEP,
+                overdue=schedule.overdue, max_wait_s=schedule.max_wait_s,
             ),
             driver=Driver(self.generator, self.chat, run_seed=1, worker="here", engine_build="fake",
                           max_in_flight=256),
@@ -169,9 +180,7 @@ class Parts:
             trainer=self.trainer,
             thread=self.thread,
             route=self.route,
-            placement=self.placement or TimeSlice(
-                self.generator, self.thread.call, level=0, in_flight="recompute", offload="none", limit_s=60.0
-            ),
+            placement=self.placement(schedule),
             packing=packing(micro_batch_tokens=4096, temperature=settings.generate.temperature),
             recorder=Recorder(
                 self.folder, SilentTerminal(), envs=["sums"], samples=1, tensorboard=False, micro_batch_tokens=4096
@@ -180,6 +189,13 @@ class Parts:
             evaluate=self.evaluate,
         )
         return self.made
+
+    def placement(self, schedule: ScheduleSection) -> Placement:
+        if schedule.placement == "split":
+            return Split(self.generator, in_flight=schedule.in_flight, limit_s=60.0)
+        return TimeSlice(
+            self.generator, self.thread.call, level=0, in_flight=schedule.in_flight, offload="none", limit_s=60.0
+        )
 
     async def stages(self) -> int:
         return await run_stages(self.run())
@@ -299,18 +315,22 @@ def test_no_token_is_made_while_the_trainer_has_the_device(parts: Callable[..., 
     assert all(before == after for before, after in tokens)
 
 
+@pytest.mark.parametrize("placement", ["time_sliced", "split"])
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_evaluations_have_the_generator_to_themselves(parts: Callable[..., Parts], max_staleness: int) -> None:
+def test_evaluations_have_the_generator_to_themselves(
+    parts: Callable[..., Parts], max_staleness: int, placement: str
+) -> None:
     """A wave wants an idle engine: nothing of the next step may have begun."""
     seen: list[int] = []
 
     async def evaluate(step: int, timings: Timings) -> None:
         questions = [lease(order, of=task(order), group_size=1) for order in range(3)]
-        groups = await Driver(made.generator, made.chat, run_seed=9, worker="evals", engine_build="",
-                              max_in_flight=256).wave(questions)
+        async with made.made.placement.quiet():
+            groups = await Driver(made.generator, made.chat, run_seed=9, worker="evals", engine_build="",
+                                  max_in_flight=256).wave(questions)
         seen.extend({version for group in groups for one in group.rollouts for _, version in one.version_spans})
 
-    made = parts(max_staleness=max_staleness, evaluate=evaluate)
+    made = parts(max_staleness=max_staleness, evaluate=evaluate, schedule={"placement": placement})
     assert run_virtual(made.stages()) == 5
     assert seen == [1, 2, 3, 4, 5]
 
@@ -494,6 +514,421 @@ def test_at_max_staleness_0_replacements_are_a_wave_of_their_own_in_fixed_order(
     ]
 
 
+def of_order(request: SegmentRequest) -> int:
+    return int(request.request_id.partition("/")[0])
+
+
+def slow(*orders: int) -> FakeGenerator:
+    """A token a second: 20 tokens in the groups of these numbers, 2 in all others."""
+
+    def length(request: SegmentRequest) -> int:
+        return 20 if of_order(request) in orders else max(1, request.max_new_tokens - 18)
+
+    return FakeGenerator(eos_token_id=256, length=length, step_s=1.0)
+
+
+@dataclass
+class Silent(Alternating):
+    """No signal in the groups of these tasks, which count from 1."""
+
+    tasks: Callable[[int], bool]
+
+    async def score(self, task: Task, rollout: Rollout) -> Score:
+        score = await super().score(task, rollout)
+        return Score(1.0) if self.tasks(task.index) else score
+
+
+@pytest.mark.parametrize("placement", ["time_sliced", "split"])
+@pytest.mark.parametrize(
+    ("max_staleness", "steps_per_slice", "published", "ages"),
+    [
+        (1, 2, [2, 4, 6, 7], [0, 1, 0, 1, 0, 1, 0]),
+        (3, 3, [3, 6, 7], [0, 1, 2, 0, 1, 2, 0]),
+    ],
+)
+def test_a_slice_of_several_steps_is_published_once(
+    parts: Callable[..., Parts], placement: str, max_staleness: int, steps_per_slice: int, published: list[int],
+    ages: list[int],
+) -> None:
+    """A slice takes the groups of all slots; the next ones are admitted when it is published."""
+    made = parts(
+        steps=7, max_staleness=max_staleness, generator=slow(), thread=InlineThread(3.0),
+        schedule={"placement": placement, "steps_per_slice": steps_per_slice},
+    )
+    assert run_virtual(made.stages()) == 7
+    assert made.route.published == published
+    assert [row["version"] for row in made.rows] == [1, 2, 3, 4, 5, 6, 7]
+    assert [{step - 1 - group.admitted_version for group in made.groups(step)} for step in range(1, 8)] == [
+        {age} for age in ages
+    ]
+    assert [row["staleness/max"] for row in made.rows] == ages
+    ends = [step in published for step in range(1, 8)]
+    assert [row["time/publish"] for row in made.rows] == pytest.approx([0.5 * end for end in ends])
+    # 2 tokens and a verdict, at the beginning of every slice.
+    begins = [True, *ends[:-1]]
+    assert [row["time/wait_rollouts"] for row in made.rows] == pytest.approx([2.1 * begin for begin in begins])
+    assert [row["time/step"] for row in made.rows] == pytest.approx(
+        [3.0 + 2.1 * begin + 0.5 * end for begin, end in zip(begins, ends, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "published"), [(2, 6, [2, 4, 6]), (4, 7, [3, 4, 7]), (7, 7, [3, 6, 7]), (0, 5, [3, 5])]
+)
+@pytest.mark.parametrize("placement", ["time_sliced", "split"])
+def test_an_evaluation_ends_a_slice_early(
+    parts: Callable[..., Parts], placement: str, every: int, steps: int, published: list[int]
+) -> None:
+    """The version that is evaluated is the step's own."""
+    served: dict[int, int] = {}
+
+    async def after_step(step: int, timings: Timings) -> None:
+        served[step] = made.generator.served_version
+
+    made = parts(
+        steps=steps, max_staleness=3, after_step=after_step, evals_every=every,
+        schedule={"placement": placement, "steps_per_slice": 3},
+    )
+    assert run_virtual(made.stages()) == steps
+    assert made.route.published == published
+    assert list(served) == list(range(1, steps + 1))
+    assert [step for step in served if served[step] == step] == published
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_groups_without_a_signal_are_replaced_in_the_same_step(parts: Callable[..., Parts], max_staleness: int) -> None:
+    made = parts(
+        steps=3, max_staleness=max_staleness, scorer=Silent(lambda task: task in (1, 4, 5)), thread=InlineThread(3.0),
+        schedule={"refill": True},
+    )
+    assert run_virtual(made.stages()) == 3
+    silent = "zero_signal"
+    assert fates(made) == [
+        [(0, silent), (1, "trained"), (2, "trained")],
+        [(3, silent), (4, silent), (5, "trained"), (6, "trained")],
+        [(7, "trained"), (8, "trained")],
+    ]
+    assert [(row["groups/trained"], row["groups/zero_signal"]) for row in made.rows] == [(2, 1), (2, 2), (2, 0)]
+    assert [row["version"] for row in made.rows] == [1, 2, 3]
+    assert {group.reason for group in made.groups(1) if group.outcome == silent} == {
+        "all rewards equal, or fewer than two"
+    }
+    assert [staleness(made.groups(step), step - 1) <= max_staleness for step in (1, 2, 3)] == [True] * 3
+
+
+@pytest.mark.parametrize("placement", ["time_sliced", "split"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_a_step_consumes_three_times_its_groups_at_most(
+    parts: Callable[..., Parts], max_staleness: int, placement: str
+) -> None:
+    """P = 2. Of the first six groups only the sixth has a signal, of the next six none; then all have."""
+    made = parts(
+        steps=4, max_staleness=max_staleness, scorer=Silent(lambda task: task < 13 and task != 6),
+        generator=slow(), thread=InlineThread(3.0), schedule={"refill": True, "placement": placement},
+    )
+    assert run_virtual(made.stages()) == 4
+    silent = "zero_signal"
+    assert fates(made) == [
+        [*((order, silent) for order in range(5)), (5, "trained")],
+        [(order, silent) for order in range(6, 12)],
+        [(12, "trained"), (13, "trained")],
+        [(14, "trained"), (15, "trained")],
+    ]
+    assert [row["skipped"] for row in made.rows] == [None, "no group has a signal", None, None]
+    assert [row["version"] for row in made.rows] == [1, 1, 2, 3]
+    assert made.route.published == [1, 2, 3]
+    assert [batch.num_tokens for batch in made.trainer.batches] == [2 * 2, 0, 4 * 2, 4 * 2]
+    before = [0, 1, 1, 2]
+    ages = [before[step - 1] - group.admitted_version for step in range(1, 5) for group in made.groups(step)]
+    assert max(ages) == min(1, max_staleness)
+    assert sum(row["groups/leased"] for row in made.rows) == 16  # pyright: ignore
+
+
+def test_a_constant_reward_skips_every_step(parts: Callable[..., Parts]) -> None:
+    made = parts(steps=3, scorer=Silent(lambda _: True), max_staleness=1, schedule={"refill": True})
+    assert run_virtual(made.stages()) == 3
+    assert [(row["version"], row["groups/zero_signal"], row["groups/trained"]) for row in made.rows] == [(0, 6, 0)] * 3
+    assert made.route.published == []
+
+
+def test_a_group_that_is_overdue_is_dropped_with_what_it_has(parts: Callable[..., Parts]) -> None:
+    """M = 1, four slots. Group 0 makes 2 tokens before the first slice and 3 before the second, for which it waits for
+    group 4, admitted when the first one is published; at the third step it would be two versions old."""
+    ended: list[tuple[str, str, int]] = []
+
+    class Watched(FakeGenerator):
+        async def generate(self, request: SegmentRequest) -> Segment:
+            segment = await super().generate(request)
+            if of_order(request) == 0:
+                ended.append((request.request_id, segment.ended, len(segment.token_ids)))
+            return segment
+
+    fake = slow(0)
+    fake.__class__ = Watched
+    made = parts(steps=3, max_staleness=1, generator=fake, thread=InlineThread(3.0), schedule={"overdue": "drop"})
+    assert run_virtual(made.stages()) == 3
+    assert fates(made) == [
+        [(1, "trained"), (2, "trained")],
+        [(3, "trained"), (4, "trained")],
+        [(0, "stale"), (5, "trained"), (6, "trained")],
+    ]
+    assert ended == [
+        (f"0000000/{member}/{segment}", "interrupted", tokens)
+        for segment, tokens in enumerate([2, 3, 0])
+        for member in range(GROUP_SIZE)
+    ]
+    (gone,) = [group for group in made.groups(3) if group.outcome == "stale"]
+    assert gone.reason == "admitted 2 versions ago, schedule.max_staleness = 1"
+    for one in gone.rollouts:
+        assert (one.length, one.stop_reason, one.reward) == (5, "error", None)
+        assert [version for _, version in one.version_spans] == [0, 1]
+    row = made.rows[2]
+    assert (row["groups/stale"], row["groups/trained"], row["tokens/generated"]) == (1, 2, 2 * 5 + 4 * 2)
+    assert (row["length/leased"], row["length/trained"]) == ((2 * 5 + 4 * 2) / 6, 2.0)
+    assert (row["ledger/sums/stale"], row["time/wait_stale"]) == (1, 0.0)
+
+
+def test_a_group_that_holds_the_trainer_up_for_max_wait_s_is_dropped(parts: Callable[..., Parts]) -> None:
+    """Groups 1 to 3 are ready after 2.1 s; group 0 gets 5 s more, in which it makes its 7th token."""
+    made = parts(
+        steps=2, max_staleness=1, generator=slow(0), thread=InlineThread(3.0), schedule={"max_wait_s": 5.0}
+    )
+    assert run_virtual(made.stages()) == 2
+    assert fates(made) == [[(0, "timed_out"), (1, "trained"), (2, "trained")], [(3, "trained"), (4, "trained")]]
+    (gone,) = [group for group in made.groups(1) if group.outcome == "timed_out"]
+    assert gone.reason == "the trainer waited 5 s for it while others were ready"
+    assert [(one.length, one.stop_reason) for one in gone.rollouts] == [(7, "error")] * GROUP_SIZE
+    row = made.rows[0]
+    assert (row["time/wait_rollouts"], row["time/wait_stale"]) == (pytest.approx(2.1), pytest.approx(5.0))
+    assert (row["groups/timed_out"], row["groups/completed"], row["groups/leased"]) == (1, 2, 5)
+
+
+def test_the_wait_for_a_slow_group_that_the_window_holds_up_is_shown(parts: Callable[..., Parts]) -> None:
+    """M = 2: the window is 3 numbers. Group 0 has 2 tokens when the first step passes over it, 18 to go when the
+    second may not."""
+    made = parts(steps=2, max_staleness=2, generator=slow(0), thread=InlineThread(3.0))
+    assert run_virtual(made.stages()) == 2
+    assert [[order for order, _ in step] for step in fates(made)] == [[1, 2], [0, 3]]
+    waits = [(row["time/wait_rollouts"], row["time/wait_stale"]) for row in made.rows]
+    assert waits == [(pytest.approx(2.1), 0.0), (pytest.approx(0.0), pytest.approx(18.1))]
+
+
+BROKEN_UP = [
+    {"placement": placement, "max_staleness": max_staleness, "steps_per_slice": steps, "overdue": overdue,
+     "refill": (index + max_staleness) % 2 == 0, "max_wait_s": max_wait_s}
+    for placement in ("time_sliced", "split")
+    for max_staleness, steps in ((0, 1), (1, 2), (2, 2), (4, 1), (4, 4))
+    for index, (overdue, max_wait_s) in enumerate((("wait", 0.0), ("drop", 0.0), ("wait", 1.0)))
+]
+
+
+@pytest.mark.parametrize("schedule", BROKEN_UP, ids=lambda schedule: "-".join(map(str, schedule.values())))
+def test_books_add_up_and_every_token_is_within_the_bound(
+    parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, schedule: dict[str, Any]
+) -> None:
+    """Some prompts are too long, some verdicts refuse, some groups have no signal, some take ten times longer."""
+
+    def length(request: SegmentRequest) -> int:
+        return geometric(request, 2.0) if of_order(request) % 4 else 20
+
+    refusing(monkeypatch, lambda group: group.lease.order % 7 == 3)
+    made = parts(
+        steps=9, max_staleness=schedule["max_staleness"], tasks=SomeTooLong(11), thread=InlineThread(3.0),
+        generator=FakeGenerator(eos_token_id=256, length=length, step_s=1.0),
+        scorer=Silent(lambda task: task % 3 == 0), schedule=schedule,
+    )
+    assert run_virtual(made.stages()) == 9
+    leased, left, orders, consumed, before = 0, 0, list[int](), list[int](), 0
+    for step, row in enumerate(made.rows, start=1):
+        groups = made.groups(step)
+        orders += [group.lease.order for group in groups]
+        leased += row["groups/leased"]  # pyright: ignore
+        left += sum(row[f"groups/{fate}"] for fate in LEFT_AS)  # pyright: ignore
+        assert 0 <= leased - left <= made.made.admission.slots
+        trained = [group for group in groups if group.outcome == "trained"]
+        if trained:
+            assert staleness(trained, before) <= schedule["max_staleness"]
+            assert before - min(group.admitted_version for group in trained) <= schedule["max_staleness"]
+        assert len(trained) <= PER_STEP
+        consumed.append(sum(group.outcome in ("trained", "zero_signal") for group in groups))
+        before = int(str(row["version"]))
+    assert left == len(orders) == len(set(orders))
+    assert min(consumed) >= PER_STEP
+    assert sum(consumed) <= 9 * PER_STEP * (3 if schedule["refill"] else 1)
+    assert leased == made.tasks.given
+    if schedule["overdue"] == "drop":
+        assert not any(row["groups/timed_out"] for row in made.rows)
+    elif not schedule["max_wait_s"]:
+        assert not any(row["groups/stale"] or row["groups/timed_out"] for row in made.rows)
+
+
+def test_in_split_tokens_are_made_while_the_trainer_steps(parts: Callable[..., Parts]) -> None:
+    made: Parts
+    tokens: list[int] = []
+
+    class Watched(InlineThread):
+        async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+            before = made.generator.tokens_generated
+            result = await super().call(function, *args)
+            tokens.append(made.generator.tokens_generated - before)
+            return result
+
+    # Groups 2 and on have 20 tokens: from the second step on some are open while the trainer works.
+    made = parts(max_staleness=1, generator=slow(*range(2, 99)), thread=Watched(5.5),
+                 schedule={"placement": "split"})
+    assert run_virtual(made.stages()) == 5
+    # First step: 2 groups of 2 rollouts, 5 tokens each in 5.5 s. It ends with 3 + 5 of their 20 tokens made.
+    assert tokens[0] == 2 * GROUP_SIZE * 5
+    assert all(tokens[:4])
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "clears", "open_at_update", "segments", "versions"),
+    [("recompute", True, 4, 1, [0, 1]), ("stale_kv", False, 4, 1, [0, 1]), ("drain", True, 0, 1, [0])],
+)
+def test_what_is_open_at_an_update(
+    parts: Callable[..., Parts], in_flight: str, clears: bool, open_at_update: int, segments: int, versions: list[int]
+) -> None:
+    """Groups 0 and 1 are the first step's; 2 and 3, of 20 tokens, are open when it is published."""
+    cleared: list[bool] = []
+    open_now: set[str] = set()
+
+    class Watched(FakeGenerator):
+        async def generate(self, request: SegmentRequest) -> Segment:
+            await self._admission()
+            open_now.add(request.request_id)
+            segment = await super().generate(request)
+            open_now.remove(request.request_id)
+            return segment
+
+        async def pause(self, *, clear_cache: bool) -> None:
+            cleared.append(clear_cache)
+            await super().pause(clear_cache=clear_cache)
+
+    class WatchedRoute(LabelRoute):
+        async def publish(self, number: int) -> Version:
+            counts.append(len(open_now))
+            return await super().publish(number)
+
+    counts: list[int] = []
+    fake = slow(2, 3)
+    fake.__class__ = Watched
+    made = parts(
+        steps=2, max_staleness=1, generator=fake, route=WatchedRoute(fake), thread=InlineThread(3.0),
+        schedule={"placement": "split", "in_flight": in_flight},
+    )
+    assert run_virtual(made.stages()) == 2
+    assert counts[0] == open_at_update
+    assert cleared == [clears] * 2
+    for group in made.groups(2):
+        for one in group.rollouts:
+            assert one.timings["segments"] == segments
+            assert [version for _, version in one.version_spans] == versions
+            assert one.length == 20
+
+
+@pytest.mark.parametrize("placement", ["time_sliced", "split"])
+def test_drain_lets_open_rollouts_end_before_an_update(parts: Callable[..., Parts], placement: str) -> None:
+    made = parts(max_staleness=1, thread=InlineThread(3.0), schedule={"placement": placement, "in_flight": "drain"})
+    assert run_virtual(made.stages()) == 5
+    for group in (group for step in range(1, 6) for group in made.groups(step)):
+        for one in group.rollouts:
+            assert len(one.version_spans) == one.timings["segments"] == 1
+
+
+def test_times_in_split_by_hand(parts: Callable[..., Parts]) -> None:
+    """Rollouts take 6 s, scoring .1 s, training 10 s, publishing .5 s, evaluation 2 s: from the second step on the
+    groups of the next step are made while this one trains, and the trainer never waits."""
+
+    async def evaluate(step: int, timings: Timings) -> None:
+        with timings.measure("eval"):
+            await asyncio.sleep(2.0)
+
+    made = parts(
+        steps=4, max_staleness=1, thread=InlineThread(10.0), after_step=evaluate, schedule={"placement": "split"},
+        generator=FakeGenerator(eos_token_id=256, length=lambda request: request.max_new_tokens - 14, step_s=1.0),
+    )
+    run_virtual(made.stages())
+    for row, wait_s, busy_s in zip(made.rows, [6.1, 0.0, 0.0, 0.0], [6.0, 6.0, 6.0, 0.0], strict=True):
+        total_s = wait_s + 12.5
+        expected = {
+            "time/wait_rollouts": wait_s,
+            "time/wait_stale": 0.0,
+            "time/train": 10.0,
+            "time/publish": 0.5,
+            "time/eval": 2.0,
+            "time/switch": 0.0,
+            "time/step": total_s,
+            "busy/trainer": 10.0 / total_s,
+            "busy/generator": busy_s / total_s,
+        }
+        assert {name: row[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def rollouts_of(made: Parts) -> list[tuple[int, str, list[int], list[float]]]:
+    groups = [group for step in range(1, made.steps + 1) for group in made.groups(step)]
+    return [
+        (group.lease.order, group.outcome, one.token_ids.tolist(), one.logprobs.tolist())
+        for group in groups
+        for one in group.rollouts
+    ]
+
+
+def test_at_max_staleness_0_both_placements_make_the_same_rollouts_and_again(
+    parts: Callable[..., Parts], tmp_path: Path
+) -> None:
+    """With refill, too: what replaces the groups without a signal is a wave of its own."""
+
+    def outcome(folder: str, placement: str) -> list[tuple[int, str, list[int], list[float]]]:
+        made = parts(
+            tasks=SomeTooLong(5), scorer=Silent(lambda task: task % 3 == 0),
+            schedule={"refill": True, "placement": placement},
+        )
+        made.folder = tmp_path / folder
+        assert run_virtual(made.stages()) == 5
+        assert made.route.published == [1, 2, 3, 4, 5]
+        return rollouts_of(made)
+
+    first = outcome("first", "time_sliced")
+    assert {fate for _, fate, _, _ in first} == {"trained", "zero_signal"}
+    assert outcome("second", "time_sliced") == first
+    assert outcome("third", "split") == first
+
+
+@pytest.mark.parametrize("placement", ["time_sliced", "split"])
+def test_a_stop_in_a_slice_publishes_what_was_trained(parts: Callable[..., Parts], placement: str) -> None:
+    """Both steps' groups are ready after 2.1 s; the stop comes in the first of the slice's two steps."""
+
+    async def main() -> int:
+        made.run()
+        asyncio.get_running_loop().call_later(5.0, made.made.stop.set)
+        return await run_stages(made.made)
+
+    made = parts(
+        max_staleness=1, generator=slow(), thread=InlineThread(10.0),
+        schedule={"placement": placement, "steps_per_slice": 2},
+    )
+    assert run_virtual(main()) == 1
+    assert [row["step"] for row in made.rows] == made.route.published == [1]
+
+
+def test_a_stop_between_the_steps_of_a_slice_ends_the_run_at_once(parts: Callable[..., Parts]) -> None:
+    """In split the second step of the slice waits for groups 2 and 3 from 5.1 s on."""
+
+    async def main() -> tuple[int, float]:
+        made.run()
+        asyncio.get_running_loop().call_later(10.0, made.made.stop.set)
+        return await run_stages(made.made), now()
+
+    made = parts(
+        max_staleness=1, generator=slow(2, 3), thread=InlineThread(3.0),
+        schedule={"placement": "split", "steps_per_slice": 2},
+    )
+    assert run_virtual(main()) == (1, pytest.approx(10.0))
+    assert [row["version"] for row in made.rows] == [1]
+    assert made.route.published == []
+
+
 def test_200_prompts_in_a_row_that_do_not_fit_end_the_run(parts: Callable[..., Parts]) -> None:
     made = parts(tasks=SomeTooLong(1))
     error, ended_s = run_virtual(failing(made))
@@ -606,7 +1041,7 @@ def test_an_exception_in_any_stage_ends_the_run_as_itself(
         assert 0 <= ended_s - leaf.at_s < 1.0
 
 
-@pytest.mark.parametrize("stage", ["admit", "generate", "score"])
+@pytest.mark.parametrize("stage", ["admit", "generate", "score", "expire"])
 def test_a_stage_that_returns_has_lost_its_work(
     parts: Callable[..., Parts], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:

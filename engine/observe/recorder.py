@@ -126,8 +126,9 @@ class Recorder:
                 "groups/leased": self._leased.total(),
                 "pack/efficiency": self._pack_efficiency(batch),
                 "time/step": elapsed,
-                "busy/generator": min(1.0, generator_busy_s / elapsed),
-                "busy/trainer": timings.get("train") / elapsed,
+                # Within a slice a step that is skipped may end before the loop's clock moves.
+                "busy/generator": min(1.0, generator_busy_s / elapsed) if elapsed else None,
+                "busy/trainer": timings.get("train") / elapsed if elapsed else None,
                 "loop/lag_p99_ms": float(np.percentile(self._lags_ms, 99)) if self._lags_ms else None,
                 "memory/host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             }
