@@ -40,6 +40,8 @@ bench: $(INSTALLED) ## the benchmarks, one after the other
 	$(BIN)/python -m profiling.bench.switch_memory
 	$(BIN)/python -m profiling.bench.loop_lag
 	$(BIN)/python -m profiling.bench.head_dtype
+	$(BIN)/python -m profiling.bench.throughput
+	$(BIN)/python -m profiling.bench.makespan
 
 soak: $(INSTALLED) ## the tests that run for hours
 	@$(BIN)/pytest -q -m soak || { [ $$? -eq 5 ] && echo "there are no soak tests yet"; }
