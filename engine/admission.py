@@ -57,7 +57,7 @@ class Admission:
         self._completed: dict[int, Group] = {}
         self._selected: set[int] = set()
         self._gone: dict[int, Gone] = {}
-        self._overdue: asyncio.Queue[Gone] = asyncio.Queue()
+        self._overdue: list[Gone] = []
         self._blocked_s = 0.0
         self._changed = asyncio.Condition()
 
@@ -125,12 +125,13 @@ class Admission:
             self._selected.clear()
             self._changed.notify_all()
 
-    async def overdue(self) -> Gone:
-        """Wait for the next group that `overdue` or `max_wait_s` drops; its slot has returned."""
-        return await self._overdue.get()
+    def take_overdue(self) -> list[Gone]:
+        """The groups that `select` has dropped since the last call; their slots have returned."""
+        overdue, self._overdue = self._overdue, []
+        return overdue
 
     def gone(self, number: int) -> Gone | None:
-        """Told once for each group that was dropped before it was completed."""
+        """Told once for each group that `select` dropped before it was completed."""
         return self._gone.pop(number, None)
 
     def blocked_s(self) -> float:
@@ -169,7 +170,7 @@ class Admission:
         if gone.group is None:
             self._gone[number] = gone
         self._drop((number,))
-        self._overdue.put_nowait(gone)
+        self._overdue.append(gone)
 
     def _drop(self, numbers: Collection[int]) -> None:
         for number in numbers:

@@ -6,15 +6,14 @@
     admit ──Lease──▶ generate ──Group──▶ score ──Verdict──▶ admission ──Group──▶ train ─┤
       ▲  waits for a    ▲  one request per   in worker      │ ready groups,        │      │
       │  free slot      │  rollout           processes      │ oldest first in      │   Batch ▼ in the training thread
-      │                 │                                   │ the window           │   optimizer steps
-      │                 └── expire ◀── overdue groups ──────┘                      │      │
-      └──── slots ──────────────── switch or pause, publish, go on ◀───────────────┴──────┘
+      │                 │                                     the window           │   optimizer steps
+      └──── slots ──────┴───────── switch or pause, publish, go on ◀───────────────┴──────┘
 
 `admit` waits for a slot: slots return when a slice of steps is published. `generate` waits for leases; in `time_sliced`
 also while a slice trains. `score` waits for groups. `train` waits for the groups of its next steps, which the window
 must allow. A group whose prompt is too long, or whose verdict is a refusal, gives its slot back at once: another is
-admitted in its place; so does one that `expire` takes away, because the bound forbids to train it. `train` is the
-finite clock: when it has made its steps the other stages are cancelled. A stage that fails, or returns, ends the run.
+admitted in its place; so does one that is overdue when `train` selects. `train` is the finite clock: when it has made
+its steps the other stages are cancelled. A stage that fails, or returns, ends the run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from engine.admission import Admission
+from engine.admission import Admission, Gone
 from engine.algorithms.health import verdicts
 from engine.channel import Channel
 from engine.clock import now, within
@@ -81,7 +80,7 @@ async def run_stages(run: Run) -> int:
     async with asyncio.TaskGroup() as stages:
         others = [
             stages.create_task(_endless(stage), name=stage.__name__)
-            for stage in (admit(run), generate(run), score(run), expire(run), run.recorder.watch_lag())
+            for stage in (admit(run), generate(run), score(run), run.recorder.watch_lag())
         ]
         # A task like the others: the first failure is then the first in the group, whoever's it is.
         steps = await stages.create_task(train(run), name="train")
@@ -177,16 +176,6 @@ async def score(run: Run) -> None:
     async with asyncio.TaskGroup() as open_verdicts:
         while True:
             open_verdicts.create_task(one(await run.groups.receive()))
-
-
-async def expire(run: Run) -> None:
-    """Groups that took too long leave: from the buffer at once, from generation with what they have."""
-    while True:
-        gone = await run.admission.overdue()
-        if gone.group is not None:
-            run.dropped.append(replace(gone.group, outcome=gone.outcome, reason=gone.reason))
-        else:
-            await run.driver.cancel(gone.number)
 
 
 async def train(run: Run) -> int:
@@ -323,10 +312,22 @@ async def _next_ready(run: Run, version: int) -> Group | None:
                 f"{run.admission.open_groups} are open",
                 remedy="look at engine.log in the run folder, or raise run.stage_timeout_s",
             )
-        return await ready
+        group = await ready
     finally:
         ready.cancel()
         stopping.cancel()
+    # Before the trainer begins: a request that is held back in a slice could not be ended.
+    for gone in run.admission.take_overdue():
+        await _let_go(run, gone)
+    return group
+
+
+async def _let_go(run: Run, gone: Gone) -> None:
+    """A group that took too long leaves: from the buffer at once, from generation with what it has."""
+    if gone.group is not None:
+        run.dropped.append(replace(gone.group, outcome=gone.outcome, reason=gone.reason))
+    else:
+        await run.driver.cancel(gone.number)
 
 
 async def judge(scorer: Scorer, group: Group) -> Verdict:

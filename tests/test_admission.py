@@ -42,9 +42,9 @@ async def completed(admission: Admission, *numbers: int) -> list[bool]:
     return [await admission.complete(numbered(number)) for number in numbers]
 
 
-async def overdue(admission: Admission) -> list[tuple[int, str, str, bool]]:
+def overdue(admission: Admission) -> list[tuple[int, str, str, bool]]:
     """Everything that was dropped for the time it took: number, outcome, reason, and whether it was completed."""
-    gone = await _while_ready(admission.overdue)
+    gone = admission.take_overdue()
     return [(one.number, one.outcome, one.reason, one.group is not None) for one in gone]
 
 
@@ -271,11 +271,11 @@ def test_drop_takes_what_is_ready_and_drops_what_has_become_too_old() -> None:
         await completed(admission, 6, 7)
         assert await selected(admission, 2) == [6, 7]
         await admission.published()
-        assert await overdue(admission) == []  # at version 2 both 0 and 2 could be trained
+        assert overdue(admission) == []  # at version 2 both 0 and 2 could be trained
         await completed(admission, 2)
         third = asyncio.ensure_future(admission.select(3))
         reason = "admitted 3 versions ago, schedule.max_staleness = 2"
-        assert await overdue(admission) == [(0, "stale", reason, False), (2, "stale", reason, True)]
+        assert overdue(admission) == [(0, "stale", reason, False), (2, "stale", reason, True)]
         assert await taken(admission, served=3) == [8, 9, 10, 11]
         gone = admission.gone(0)
         assert gone is not None
@@ -302,15 +302,15 @@ def test_a_group_that_holds_others_back_for_max_wait_s_is_dropped() -> None:
         await completed(admission, 3)
         await asyncio.sleep(6.0)
         await completed(admission, 2)  # that others come meanwhile gives the oldest no more time
-        gone = await admission.overdue()
+        assert await admission.admit(fixed(0)) == 4
         assert asyncio.get_running_loop().time() - started == pytest.approx(60.0)
+        (gone,) = admission.take_overdue()
         reason = "the trainer waited 10 s for it while others were ready"
         assert (gone.number, gone.outcome, gone.reason, gone.group) == (0, "timed_out", reason, None)
         assert admission.gone(0) == gone
-        assert await admission.admit(fixed(0)) == 4
-        assert (await admission.overdue()).number == 1
-        assert asyncio.get_running_loop().time() - started == pytest.approx(70.0)
         assert (await ready).lease.order == 2
+        assert asyncio.get_running_loop().time() - started == pytest.approx(70.0)
+        assert [gone.number for gone in admission.take_overdue()] == [1]
         assert admission.blocked_s() == pytest.approx(20.0)
         assert admission.blocked_s() == 0
 
@@ -330,7 +330,7 @@ def test_an_oldest_that_is_completed_within_max_wait_s_stays_and_the_next_has_it
         await asyncio.sleep(9.0)
         await admission.drop(1)
         assert (await second).lease.order == 2
-        assert await overdue(admission) == []
+        assert overdue(admission) == []
         assert admission.blocked_s() == pytest.approx(18.0)
 
     by_hand(main())
@@ -351,7 +351,7 @@ def test_an_oldest_that_ends_as_its_time_runs_out_is_not_dropped_again(fate: str
         await ending.wait()
         await (admission.complete(numbered(0)) if fate == "completed" else admission.drop(0))
         assert (await ready).lease.order == (0 if fate == "completed" else 1)
-        assert await overdue(admission) == []
+        assert overdue(admission) == []
         assert len(await taken(admission)) == (0 if fate == "completed" else 1)
 
     by_hand(main())
@@ -448,7 +448,6 @@ class Interleaving:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as generating:
             others = [asyncio.ensure_future(self.admit(lag, generating)) for lag in range(self.hosts)]
-            others.append(asyncio.ensure_future(self.expire()))
             await self.train()
             self.refused = 0.0
             await asyncio.sleep(100.0 * self.longest_s * self.slow_by)
@@ -505,12 +504,6 @@ class Interleaving:
         elif self.admission.gone(number) is not None:
             self.never_completed.add(number)
 
-    async def expire(self) -> None:
-        while True:
-            gone = await self.admission.overdue()
-            assert gone.number not in self.told
-            self.told[gone.number] = gone.group is not None
-
     def lost(self, number: int, outcome: Outcome, was_completed: bool) -> None:
         assert outcome == ("stale" if self.overdue == "drop" else "timed_out")
         if outcome == "timed_out":
@@ -550,6 +543,9 @@ class Interleaving:
 
     async def next(self, version: int) -> int:
         number = (await self.admission.select(version)).lease.order
+        for gone in self.admission.take_overdue():
+            assert gone.number not in self.told
+            self.told[gone.number] = gone.group is not None
         oldest = min(one for one, state in self.state.items() if state in ("open", "completed"))
         assert number == min(one for one, state in self.state.items() if state == "completed")
         if self.overdue == "wait":
@@ -638,7 +634,7 @@ def test_when_everything_is_stale_everything_is_replaced() -> None:
         assert await taken(admission) == [0, 1, 2, 3]
         await completed(admission, 1, 2)
         ready = asyncio.ensure_future(admission.select(3))
-        assert [(number, done) for number, _, _, done in await overdue(admission)] == [
+        assert [(number, done) for number, _, _, done in overdue(admission)] == [
             (0, False), (1, True), (2, True), (3, False),
         ]  # fmt: skip
         assert await taken(admission, served=3) == [4, 5, 6, 7]

@@ -32,7 +32,7 @@ def test_differences_are_paired_by_seed() -> None:
     made += [outcome("b", seed, after, last=0.75, reached=40 + seed) for seed, after in enumerate((0.6, 0.8))]
     _, _, first, second = table(["a", "b", "not run yet"], made).splitlines()
     assert [cell.strip() for cell in first.split("|")[1:-1]] == [
-        "a", "3", "0.500 ± 0.000", "0.700 ± 0.497", "", "never",
+        "a", "3", "0.500 ± 0.000", "0.700 ± 0.497", "", "never", "0", "0", "0",
     ]  # fmt: skip
     cells = [cell.strip() for cell in second.split("|")[1:-1]]
     assert (cells[0], cells[1], cells[2], cells[4]) == ("b", "2", "0.750 ± 0.000", "0.100 ± 0.000")
@@ -41,18 +41,22 @@ def test_differences_are_paired_by_seed() -> None:
 
 def test_an_outcome_is_read_from_the_runs_files(tmp_path: Path) -> None:
     rewards = [0.5, 0.75, 0.75, 0.75, 0.75, 1.0, 1.0]  # steps 2 to 6 are the first five with a mean of .8
-    rows = "".join(json.dumps({"reward/mean": reward}) + "\n" for reward in rewards)
+    rows = "".join(
+        json.dumps({"reward/mean": reward, "staleness/max": min(step, 4), "mismatch/k3": step / 8, "mismatch/ess": 0.5})
+        + "\n"
+        for step, reward in enumerate(rewards)
+    )
     (tmp_path / "metrics.jsonl").write_text(rows)
     for step, mean in ((0, 0.25), (7, 0.75)):
         folder = tmp_path / "evals" / f"step-{step:06d}"
         folder.mkdir(parents=True)
         (folder / "held_out.json").write_text(json.dumps({"sums": {"sampled": {"mean": mean}}}))
     made = _outcome(tmp_path, config(run={"steps": 7}), "a", 3, ("train.lr=1e-3",), 61.0)
-    assert made == Outcome("a", 3, ("train.lr=1e-3",), rewards, 0.25, 0.75, 6, 61.0)
+    assert made == Outcome("a", 3, ("train.lr=1e-3",), rewards, 0.25, 0.75, 6, 61.0, 4, 0.625, 0.5)
     assert made.last == pytest.approx(5.5 / 7)
 
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_every_variant_is_a_configuration(study: str) -> None:
-    for changes in STUDIES[study].values():
-        assert load(CONFIG, changes).model.path == "petri"
+    for variant in STUDIES[study].values():
+        assert load(CONFIG, variant.overrides).model.path == "petri"
