@@ -107,11 +107,17 @@ class Admission:
         async with self._changed:
             self._drop(numbers)
 
-    async def select(self, version: int) -> Group:
-        """Wait for the next group that may be trained by a step on `version`, and take it."""
+    async def drop_stale(self, version: int) -> None:
+        """With `overdue` "drop": the groups that a step on `version` may not be trained on leave."""
         async with self._changed:
-            if self._window == math.inf:
-                self._drop_stale(version)
+            for number, served in list(self._admitted_at.items()):
+                if self._window == math.inf and version - served > self._max_staleness:
+                    limit = f"schedule.max_staleness = {self._max_staleness}"
+                    self._lose(number, "stale", f"admitted {version - served} versions ago, {limit}")
+
+    async def select(self) -> Group:
+        """Wait for the next group that may be trained, and take it."""
+        async with self._changed:
             while (number := self._selectable()) is None:
                 await self._wait_for_change()
             self._selected.add(number)
@@ -126,12 +132,12 @@ class Admission:
             self._changed.notify_all()
 
     def take_overdue(self) -> list[Gone]:
-        """The groups that `select` has dropped since the last call; their slots have returned."""
+        """The groups that were dropped here since the last call, as stale or timed out; their slots have returned."""
         overdue, self._overdue = self._overdue, []
         return overdue
 
     def gone(self, number: int) -> Gone | None:
-        """Told once for each group that `select` dropped before it was completed."""
+        """Told once for each group that was dropped here before it was completed."""
         return self._gone.pop(number, None)
 
     def blocked_s(self) -> float:
@@ -158,12 +164,6 @@ class Admission:
                 )
         finally:
             self._blocked_s += now() - since
-
-    def _drop_stale(self, version: int) -> None:
-        for number, served in list(self._admitted_at.items()):
-            if version - served > self._max_staleness:
-                limit = f"schedule.max_staleness = {self._max_staleness}"
-                self._lose(number, "stale", f"admitted {version - served} versions ago, {limit}")
 
     def _lose(self, number: int, outcome: Outcome, reason: str) -> None:
         gone = Gone(number, outcome, reason, self._completed.get(number))

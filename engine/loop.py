@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from engine.admission import Admission, Gone
+from engine.admission import Admission
 from engine.algorithms.health import verdicts
 from engine.channel import Channel
 from engine.clock import now, within
@@ -300,7 +300,9 @@ async def _next_ready(run: Run, version: int) -> Group | None:
         StalledError: no group became ready within `run.stage_timeout_s`.
     """
     limit_s = run.config.run.stage_timeout_s
-    ready = asyncio.ensure_future(run.admission.select(version))
+    await run.admission.drop_stale(version)
+    await _let_go(run)
+    ready = asyncio.ensure_future(run.admission.select())
     stopping = asyncio.ensure_future(run.stop.wait())
     try:
         await asyncio.wait({ready, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -316,18 +318,18 @@ async def _next_ready(run: Run, version: int) -> Group | None:
     finally:
         ready.cancel()
         stopping.cancel()
-    # Before the trainer begins: a request that is held back in a slice could not be ended.
-    for gone in run.admission.take_overdue():
-        await _let_go(run, gone)
+    await _let_go(run)
     return group
 
 
-async def _let_go(run: Run, gone: Gone) -> None:
-    """A group that took too long leaves: from the buffer at once, from generation with what it has."""
-    if gone.group is not None:
-        run.dropped.append(replace(gone.group, outcome=gone.outcome, reason=gone.reason))
-    else:
-        await run.driver.cancel(gone.number)
+async def _let_go(run: Run) -> None:
+    """Groups that took too long leave: from the buffer at once, from generation with what they have. Before the trainer
+    begins: in a slice requests are held back, and such a one could not be ended."""
+    for gone in run.admission.take_overdue():
+        if gone.group is not None:
+            run.dropped.append(replace(gone.group, outcome=gone.outcome, reason=gone.reason))
+        else:
+            await run.driver.cancel(gone.number)
 
 
 async def judge(scorer: Scorer, group: Group) -> Verdict:

@@ -100,6 +100,12 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     version_spans: tuple[tuple[int, int], ...]
     ended: Literal["stop", "length", "interrupted"]
 
+    @classmethod
+    def empty(cls) -> Segment:
+        """Of a request that was ended before its first token."""
+        nothing, no_logprobs = np.zeros(0, np.int32), np.zeros(0, np.float32)
+        return cls(token_ids=nothing, logprobs=no_logprobs, version_spans=(), ended="interrupted")
+
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """One token sequence; nothing marks where a prompt ends but `trainable`.

@@ -35,7 +35,8 @@ async def taken(admission: Admission, served: int = 0, lag: int = 0) -> list[int
 
 async def selected(admission: Admission, version: int = 0) -> list[int]:
     """The numbers of all groups that may be trained without waiting, in order."""
-    return [one.lease.order for one in await _while_ready(lambda: admission.select(version))]
+    await admission.drop_stale(version)
+    return [one.lease.order for one in await _while_ready(admission.select)]
 
 
 async def completed(admission: Admission, *numbers: int) -> list[bool]:
@@ -89,7 +90,7 @@ def test_max_staleness_1_generates_the_next_step_meanwhile() -> None:
         assert await selected(admission) == []
         assert admission.open_groups == 1
         await admission.complete(numbered(0))
-        assert [(await admission.select(0)).lease.order for _ in range(2)] == [0, 1]
+        assert [(await admission.select()).lease.order for _ in range(2)] == [0, 1]
         await admission.published()
         # At the second step groups 2 and 3 are one version old; 4 and 5 begin with it.
         assert await taken(admission) == [4, 5]
@@ -180,7 +181,7 @@ def test_no_more_are_admitted_than_can_be_consumed() -> None:
         assert await taken(admission) == [0, 1, 2, 3]
         for order in range(4):
             await admission.complete(numbered(order))
-        assert [(await admission.select(0)).lease.order for _ in range(2)] == [0, 1]
+        assert [(await admission.select()).lease.order for _ in range(2)] == [0, 1]
         await admission.published()
         assert await taken(admission) == [4, 5]
         assert await selected(admission) == [2, 3]
@@ -194,7 +195,7 @@ def test_waiting_ends_when_there_is_something() -> None:
     async def main() -> None:
         admission = Admission(groups_per_step=1, max_staleness=0, total=2)
         await admission.admit(fixed(0))
-        second, first = asyncio.ensure_future(admission.admit(fixed(0))), asyncio.ensure_future(admission.select(0))
+        second, first = asyncio.ensure_future(admission.admit(fixed(0))), asyncio.ensure_future(admission.select())
         await asyncio.sleep(1.0)
         await admission.complete(numbered(0))
         assert (await first).lease.order == 0
@@ -209,7 +210,7 @@ def test_a_cancelled_wait_takes_nothing() -> None:
     async def main() -> None:
         admission = Admission(groups_per_step=1, max_staleness=0, total=2)
         await admission.admit(fixed(0))
-        for waiting in (asyncio.ensure_future(admission.admit(fixed(0))), asyncio.ensure_future(admission.select(0))):
+        for waiting in (asyncio.ensure_future(admission.admit(fixed(0))), asyncio.ensure_future(admission.select())):
             await asyncio.sleep(1.0)
             waiting.cancel()
         await admission.complete(numbered(0))
@@ -273,7 +274,8 @@ def test_drop_takes_what_is_ready_and_drops_what_has_become_too_old() -> None:
         await admission.published()
         assert overdue(admission) == []  # at version 2 both 0 and 2 could be trained
         await completed(admission, 2)
-        third = asyncio.ensure_future(admission.select(3))
+        await admission.drop_stale(3)
+        third = asyncio.ensure_future(admission.select())
         reason = "admitted 3 versions ago, schedule.max_staleness = 2"
         assert overdue(admission) == [(0, "stale", reason, False), (2, "stale", reason, True)]
         assert await taken(admission, served=3) == [8, 9, 10, 11]
@@ -297,7 +299,7 @@ def test_a_group_that_holds_others_back_for_max_wait_s_is_dropped() -> None:
         admission = Admission(groups_per_step=2, max_staleness=1, total=20, max_wait_s=10.0)
         for _ in range(4):
             await admission.admit(fixed(0))
-        ready = asyncio.ensure_future(admission.select(0))
+        ready = asyncio.ensure_future(admission.select())
         await asyncio.sleep(50.0)  # nothing is ready: nobody is to blame
         await completed(admission, 3)
         await asyncio.sleep(6.0)
@@ -322,11 +324,11 @@ def test_an_oldest_that_is_completed_within_max_wait_s_stays_and_the_next_has_it
         admission = Admission(groups_per_step=3, max_staleness=0, total=20, max_wait_s=10.0)
         assert await taken(admission) == [0, 1, 2]
         await completed(admission, 2)
-        ready = asyncio.ensure_future(admission.select(0))
+        ready = asyncio.ensure_future(admission.select())
         await asyncio.sleep(9.0)
         await completed(admission, 0)
         assert (await ready).lease.order == 0
-        second = asyncio.ensure_future(admission.select(0))
+        second = asyncio.ensure_future(admission.select())
         await asyncio.sleep(9.0)
         await admission.drop(1)
         assert (await second).lease.order == 2
@@ -347,7 +349,7 @@ def test_an_oldest_that_ends_as_its_time_runs_out_is_not_dropped_again(fate: str
         await completed(admission, 1)
         ending = asyncio.Event()
         loop.call_later(10.0, ending.set)  # before the limit's own timer
-        ready = asyncio.ensure_future(admission.select(0))
+        ready = asyncio.ensure_future(admission.select())
         await ending.wait()
         await (admission.complete(numbered(0)) if fate == "completed" else admission.drop(0))
         assert (await ready).lease.order == (0 if fate == "completed" else 1)
@@ -380,7 +382,7 @@ def test_waiting_counts_as_blocked_only_while_something_is_ready() -> None:
     async def main() -> None:
         admission = Admission(groups_per_step=2, max_staleness=2, total=20)
         assert await taken(admission) == [0, 1, 2, 3]
-        ready = asyncio.ensure_future(admission.select(0))
+        ready = asyncio.ensure_future(admission.select())
         await asyncio.sleep(5.0)
         await completed(admission, 3)  # the window is 0 + 3
         await asyncio.sleep(7.0)
@@ -542,7 +544,8 @@ class Interleaving:
         return chosen
 
     async def next(self, version: int) -> int:
-        number = (await self.admission.select(version)).lease.order
+        await self.admission.drop_stale(version)
+        number = (await self.admission.select()).lease.order
         for gone in self.admission.take_overdue():
             assert gone.number not in self.told
             self.told[gone.number] = gone.group is not None
@@ -633,7 +636,8 @@ def test_when_everything_is_stale_everything_is_replaced() -> None:
         admission = Admission(groups_per_step=2, max_staleness=2, total=4, overdue="drop")
         assert await taken(admission) == [0, 1, 2, 3]
         await completed(admission, 1, 2)
-        ready = asyncio.ensure_future(admission.select(3))
+        await admission.drop_stale(3)
+        ready = asyncio.ensure_future(admission.select())
         assert [(number, done) for number, _, _, done in overdue(admission)] == [
             (0, False), (1, True), (2, True), (3, False),
         ]  # fmt: skip
@@ -695,7 +699,8 @@ async def trained_share(overdue: Literal["wait", "drop"], max_wait_s: float = 0.
     admitting = asyncio.ensure_future(admit())
     trained: list[int] = []
     for _ in range(steps):
-        trained += [(await admission.select(version)).lease.order for _ in range(per_step)]
+        await admission.drop_stale(version)
+        trained += [(await admission.select()).lease.order for _ in range(per_step)]
         await asyncio.sleep(0.5)
         version += 1
         await admission.published()

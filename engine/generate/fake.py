@@ -66,6 +66,7 @@ class FakeGenerator:
         self._max_num_seqs = max_num_seqs
         self._version = version
         self._open: list[_Request] = []
+        self._held: set[str] = set()
         self._timer: asyncio.Handle | None = None
         self._going = asyncio.Event()
         self._going.set()
@@ -92,7 +93,11 @@ class FakeGenerator:
         await asyncio.Event().wait()
 
     async def generate(self, request: SegmentRequest) -> Segment:
+        self._held.add(request.request_id)
         await self._admission()
+        if request.request_id not in self._held:  # cancelled meanwhile
+            return Segment.empty()
+        self._held.remove(request.request_id)
         return await self._submit(request)
 
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
@@ -127,6 +132,7 @@ class FakeGenerator:
         self._start_clock()
 
     async def cancel(self, request_ids: Collection[str]) -> None:
+        self._held.difference_update(request_ids)
         await self._end_early([request for request in self._in_flight() if request.sent.request_id in request_ids])
 
     async def sleep(self, level: SleepLevel) -> None:

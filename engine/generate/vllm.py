@@ -96,6 +96,7 @@ class VllmGenerator:
     ) -> None:
         self._end_token_ids = list(end_token_ids)
         self._open = 0
+        self._held: set[str] = set()
         self._served_version = 0
         self._weights_dropped = False
         self.transfer_backend = transfer_backend(split=split)
@@ -130,12 +131,18 @@ class VllmGenerator:
 
     async def generate(self, request: SegmentRequest) -> Segment:
         """See `protocols.Generator.generate`."""
-        while True:
-            await self._running.wait()
-            async with self._adding:
-                if self._running.is_set():
-                    collector = await self._add(request)
-                    break
+        self._held.add(request.request_id)
+        try:
+            while True:
+                await self._running.wait()
+                async with self._adding:
+                    if request.request_id not in self._held:  # cancelled meanwhile
+                        return Segment.empty()
+                    if self._running.is_set():
+                        collector = await self._add(request)
+                        break
+        finally:
+            self._held.discard(request.request_id)
         return await self._collect(collector)
 
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
@@ -184,6 +191,7 @@ class VllmGenerator:
     async def cancel(self, request_ids: Collection[str]) -> None:
         """See `protocols.Generator.cancel`. What the engine has made but not yet told is lost."""
         async with self._adding:
+            self._held.difference_update(request_ids)
             with calling_the_engine():
                 await self.llm.abort(request_ids, internal=False)
 

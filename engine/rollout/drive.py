@@ -31,6 +31,7 @@ class _Open:
         self.seed = seed
         self.segments: list[Segment] = []
         self.started = now()
+        self.asked = False
         self.cancelled = False
 
     @property
@@ -113,7 +114,7 @@ class Driver:
         members = self._open.get(order, [])
         for member in members:
             member.cancelled = True
-        await self._generator.cancel([member.request_id for member in members])
+        await self._generator.cancel([member.request_id for member in members if member.asked])
 
     def refusal(self, task: Task) -> str:
         """Why no group of this task can be generated, or empty."""
@@ -144,10 +145,12 @@ class Driver:
         async with self._in_flight:
             while not member.cancelled:
                 self._begin(1)
+                member.asked = True
                 try:
                     segment = await self._generator.generate(member.request(member.lease.sampling.stop))
                 finally:
                     self._end(1)
+                member.asked = False
                 member.segments.append(segment)
                 if segment.ended != "interrupted" or self._complete(member):
                     break

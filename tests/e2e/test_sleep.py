@@ -234,6 +234,21 @@ async def _updated_in_flight(engine: Engine, sent: list[SegmentRequest], *, clea
     return list(await working)
 
 
+def test_a_request_that_is_cancelled_while_held_back_ends_without_a_token(engine):
+    async def cancelled() -> Segment:
+        generator = engine.generator
+        await generator.interrupt()
+        (sent,) = _seeded("held")[:1]
+        waiting = asyncio.ensure_future(generator.generate(sent))
+        await asyncio.sleep(0)
+        await generator.cancel([sent.request_id])
+        await generator.resume()
+        return await waiting
+
+    segment = engine.run(cancelled())
+    assert (len(segment.token_ids), segment.ended) == (0, "interrupted")
+
+
 def test_an_update_in_flight_recomputes_what_was_made(engine):
     sent = _seeded("flight")
     old = engine.generator.served_version

@@ -270,6 +270,21 @@ def test_cancelled_ids_end_with_what_they_have_and_the_others_go_on() -> None:
     run_virtual(main())
 
 
+def test_a_request_that_is_cancelled_while_held_back_ends_without_a_token() -> None:
+    async def main() -> None:
+        fake = FakeGenerator(length=lengths(9, 4), step_s=1.0)
+        await fake.interrupt()
+        cut, kept = [asyncio.ensure_future(fake.generate(request(seed=seed))) for seed in range(2)]
+        await asyncio.sleep(1.0)
+        await fake.cancel(["r0"])
+        await fake.resume()
+        assert (len((await cut).token_ids), (await cut).ended) == (0, "interrupted")
+        assert len((await kept).token_ids) == 4
+        assert fake.num_requests == 1
+
+    run_virtual(main())
+
+
 def test_level_2_drops_the_weights_which_must_be_published_before_resume() -> None:
     async def main() -> None:
         fake = FakeGenerator(length=lengths(3), step_s=1.0, sleep_s=5.0)
