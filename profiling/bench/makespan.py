@@ -15,6 +15,8 @@ Run: python -m profiling.bench.makespan
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec.structs import replace
 
 from profiling.simulate import Schedule, Shape, lower_bound_s, simulate
@@ -27,20 +29,20 @@ _ACCELERATOR = Shape(
     prefill_s_per_token=1e-5, train_s=0.1, train_s_per_token=3e-5, publish_s=0.05,
 )
 SHAPES = {
-    "256 a step": (_HERE, 150),
-    "64 a step": (_SMALL, 60),
-    "short and alike": (replace(_SMALL, mean_tokens=24, sigma=0.0), 60),
-    "training-bound": (replace(_SMALL, train_s_per_token=0.009), 60),
-    "long prompts": (replace(_SMALL, prompt_tokens=512, mean_tokens=64), 60),
-    "slow hand-over": (replace(_SMALL, sleep_s=20.0), 60),
-    "accelerator, 256 a step": (_ACCELERATOR, 40),
-    "accelerator, 1024 a step": (replace(_ACCELERATOR, groups_per_step=128), 40),
+    "256 a step": (_HERE, 4, 120),
+    "64 a step": (_SMALL, 4, 60),
+    "short and alike": (replace(_SMALL, mean_tokens=24, sigma=0.0), 4, 60),
+    "training-bound": (replace(_SMALL, train_s_per_token=0.009), 4, 60),
+    "long prompts": (replace(_SMALL, prompt_tokens=512, mean_tokens=64), 4, 60),
+    "slow hand-over": (replace(_SMALL, sleep_s=20.0), 4, 60),
+    "accelerator": (_ACCELERATOR, 4, 40),
+    "accelerator, more stale": (_ACCELERATOR, 16, 40),
 }
-SCHEDULES = tuple(
-    Schedule(placement=placement, steps_per_slice=steps_per_slice)
-    for placement in ("time_sliced", "split")
-    for steps_per_slice in (1, 2)
+"""What runs, at which max_staleness, for how many steps."""
+SETTINGS: tuple[tuple[Literal["time_sliced", "split"], int], ...] = (
+    ("time_sliced", 1), ("time_sliced", 2), ("split", 1), ("split", 2),
 )
+"""Placement and steps_per_slice."""
 
 
 def synchronous_s(shape: Shape, steps: int) -> float:
@@ -50,9 +52,12 @@ def synchronous_s(shape: Shape, steps: int) -> float:
 
 
 def main() -> None:
-    for name, (shape, steps) in SHAPES.items():
+    for name, (shape, max_staleness, steps) in SHAPES.items():
         plain_s = synchronous_s(shape, steps)
-        for schedule in SCHEDULES:
+        for placement, steps_per_slice in SETTINGS:
+            schedule = Schedule(
+                placement=placement, max_staleness=max_staleness, steps_per_slice=steps_per_slice
+            )
             outcome = simulate(shape, schedule, steps=steps)
             bound_s = lower_bound_s(shape, schedule, steps=steps)
             print(

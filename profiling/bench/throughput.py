@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from profiling.simulate import Schedule, Shape, simulate
 
 GOAL = 0.95
-STEPS = 52
+STEPS = 32
 _BALANCED = Shape(sigma=0.5, train_s_per_token=0.00217)
 SHAPES = {
     "generation-bound": replace(_BALANCED, train_s_per_token=0.0009),

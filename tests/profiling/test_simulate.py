@@ -113,7 +113,7 @@ def test_stages_alone_and_in_turns_by_hand(monkeypatch: pytest.MonkeyPatch) -> N
 def test_makespan_prints_a_line_for_every_shape_and_schedule(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(makespan, "SHAPES", {"by hand": (BY_HAND, 20)})
+    monkeypatch.setattr(makespan, "SHAPES", {"by hand": (BY_HAND, 4, 20)})
     makespan.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
