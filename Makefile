@@ -37,6 +37,7 @@ fast: $(INSTALLED) ## the tests that start no engine
 
 bench: $(INSTALLED) ## the benchmarks, one after the other
 	$(BIN)/python -m profiling.bench.weight_update
+	$(BIN)/python -m profiling.bench.switch_memory
 	$(BIN)/python -m profiling.bench.loop_lag
 	$(BIN)/python -m profiling.bench.head_dtype
 

@@ -84,13 +84,26 @@ def _named_cores(cores: str, there: list[int]) -> list[int]:
                       remedy=f"this process may use {', '.join(map(str, there))}")
 
 
+def engine_devices(visible: str | None, count: int, first: int) -> str:
+    """CUDA_VISIBLE_DEVICES of an engine that leaves the first devices to the trainer: of those that are `visible`
+    already, if that is set, else of all `count`."""
+    devices = visible.split(",") if visible else [str(device) for device in range(count)]
+    return ",".join(devices[first:])
+
+
 @contextlib.contextmanager
-def engine_environment(log_file: Path) -> Iterator[None]:
+def engine_environment(log_file: Path, *, cores: Collection[int] = (), first_device: int = 0) -> Iterator[None]:
     """Import vLLM and start its processes inside: they inherit none of torchrun's variables, write to `log_file`
-    instead of the terminal, and know this process's id, by which they end when it ends (`engine/vllm_plugin.py`)."""
+    instead of the terminal, and know this process's id, by which they end when it ends (`engine/vllm_plugin.py`).
+
+    With `cores` they run on these alone, as do threads that this process starts inside. On a GPU they see the devices
+    from `first_device` on.
+    """
     import torch
 
-    before = dict(os.environ)
+    # Before the variables change: asking fixes for good which devices this process itself sees.
+    on_gpu = torch.cuda.is_available()
+    before, cores_before = dict(os.environ), os.sched_getaffinity(0)
     for name in list(os.environ):
         if name in _TORCHRUN or name.startswith(("TORCHELASTIC_", "TORCH_NCCL_")):
             del os.environ[name]
@@ -98,17 +111,32 @@ def engine_environment(log_file: Path) -> Iterator[None]:
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(_logging_config(log_file))
     # vLLM's own sockets on this host need no address that others can reach.
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")
-    if not torch.cuda.is_available():
-        # vLLM compiles one small function at its first token: it takes seconds, and a C++ compiler that may be missing.
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # Its worker may use every core: they are shared well with the trainer once nothing spins.
-        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    if on_gpu:
+        # A process that has asked for its devices must not be forked.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        if first_device:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            os.environ["CUDA_VISIBLE_DEVICES"] = engine_devices(visible, torch.cuda.device_count(), first_device)
+    else:
+        _cpu_variables(cores)
     try:
+        os.sched_setaffinity(0, cores or cores_before)
         with _descriptors_to(log_file):
             yield
     finally:
+        os.sched_setaffinity(0, cores_before)
         os.environ.clear()
         os.environ.update(before)
+
+
+def _cpu_variables(cores: Collection[int]) -> None:
+    # vLLM compiles one small function at its first token: it takes seconds, and a C++ compiler that may be missing.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # Its worker may use every core: they are shared well with the trainer once nothing spins.
+    os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    if cores:
+        # Left to itself it takes one of each pair of hyper-threads.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, sorted(cores)))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,7 @@ import torch
 from engine import clock
 from engine.admission import Admission
 from engine.config import Config
-from engine.environment import end_children, engine_environment
+from engine.environment import divide_cores, end_children, engine_environment
 from engine.errors import ConfigError, GenerationError
 from engine.generate.fake import FakeGenerator
 from engine.generate.replay import ReplayGenerator
@@ -37,7 +37,7 @@ from engine.timeslice import Placement, Split, TimeSlice, golden, require_golden
 from engine.train.model import end_token_ids, materialise
 from engine.train.pack import Packing
 from engine.train.rank import Learner, World
-from engine.train.thread import TrainingThread
+from engine.train.thread import TrainingThread, training_cores
 from engine.train.trainer import TorchTrainer
 from engine.types import Segment, Version
 
@@ -121,7 +121,8 @@ def build_generator(config: Config, model_folder: Path, folder: Path, terminal: 
         case "vllm":
             log_file = folder / "engine.log"
             terminal.status(f"starting vLLM (its log: {log_file})")
-            with engine_environment(log_file):
+            cores, first_device = generator_share(config)
+            with engine_environment(log_file, cores=cores, first_device=first_device):
                 from engine.generate.vllm import VllmGenerator
 
                 return VllmGenerator(
@@ -132,11 +133,31 @@ def build_generator(config: Config, model_folder: Path, folder: Path, terminal: 
                     end_token_ids=end_token_ids(model_folder),
                     log_file=log_file,
                     head_in_float32=config.model.lm_head_dtype == "float32",
+                    split=config.schedule.placement == "split",
                 )
         case "fake":
             return FakeGenerator(vocab_size=256, eos_token_id=end_token_ids(model_folder)[0])
         case "replay":
             return ReplayGenerator.from_run(Path(config.generate.replay_from))
+
+
+def generator_share(config: Config) -> tuple[Sequence[int], int]:
+    """What placement `split` leaves the generator: its cores, or on GPUs the number of the first device that is not a
+    trainer's. Elsewhere it has everything.
+
+    Raises:
+        ConfigError: nothing is left for one of the two.
+    """
+    if config.schedule.placement != "split":
+        return (), 0
+    if not torch.cuda.is_available():
+        return divide_cores(os.sched_getaffinity(0), config.schedule.cores)[0], 0
+    devices, ranks = torch.cuda.device_count(), config.train.ranks
+    if not 0 < ranks < devices:
+        raise ConfigError("train.ranks", value=ranks,
+                          limit=f"leaves one side none of this host's {devices} GPUs under placement = 'split'",
+                          remedy="give the trainer some of the GPUs; the others are the generator's")
+    return (), ranks
 
 
 class LabelRoute:
@@ -186,7 +207,8 @@ class Host:
             watching = [group.create_task(self._generator.watch())]
             if self._learner is not None:
                 watching.append(group.create_task(self._learner.watch()))
-            self._thread = TrainingThread()
+            ranks = 1 if self._learner is None else self._learner.ranks
+            self._thread = TrainingThread(training_cores(self._config.schedule, 0, ranks))
             self._recorder = self._open_recorder()
             closing.callback(self._recorder.close)
             run = await self._begin()
@@ -194,6 +216,7 @@ class Host:
             self._stop = run.stop
             steps = await self._run_steps(run)
             if run.stop.is_set() and steps > self._saved_step:
+                await run.placement.stop_generating()
                 await self._save(steps)
             self._terminal.note(f"{'stopped after' if run.stop.is_set() else 'done:'} {steps} steps in {self._folder}")
             if steps and not self._trainer.version:
@@ -210,13 +233,14 @@ class Host:
         async with placement.training():
             self._trainer = await self._thread.call(self._build_trainer)
             run = self._assemble(placement, self._route(self._trainer, self._thread))
+            if isinstance(placement, TimeSlice):
+                placement.trainer = self._trainer
             async with placement.publishing():
                 if self._generator.served_version or placement.must_publish:
                     await self._publish_first(run.route)
-        if isinstance(placement, TimeSlice):
-            placement.trainer = self._trainer
-            if before is not None:
-                await self._test_sleep(placement, before, run.route)
+        if before is not None:
+            assert isinstance(placement, TimeSlice)
+            await self._test_sleep(placement, before, run.route)
         return run
 
     async def _publish_first(self, route: WeightRoute) -> None:
@@ -315,16 +339,18 @@ class Host:
                 ranks=self._trainer.ranks,
             ),
             recorder=self._recorder,
-            after_step=self._after_step,
+            save=self._save_if_due,
+            evaluate=self._evaluate_if_due,
         )
 
-    async def _after_step(self, step: int, timings: Timings) -> None:
-        last = step == self._config.run.steps
+    async def _save_if_due(self, step: int) -> None:
         every = self._config.checkpoint.every
-        if last or (every and step % every == 0):
+        if step == self._config.run.steps or (every and step % every == 0):
             await self._save(step)
+
+    async def _evaluate_if_due(self, step: int, timings: Timings) -> None:
         every = self._config.evals.every
-        if every and (last or step % every == 0):
+        if every and (step == self._config.run.steps or step % every == 0):
             async with self._placement.quiet():
                 with timings.measure("eval"):
                     await self._evaluate(step)

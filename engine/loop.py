@@ -49,7 +49,8 @@ _MAX_REFILL = 3
 
 @dataclass(kw_only=True)
 class Run:
-    """What the stages share. `after_step` evaluates and saves what is due: evaluations only where a slice ends."""
+    """What the stages share. `save` and `evaluate` do what is due after a step: `evaluate` where a slice ends, on the
+    version just published."""
 
     config: Config
     tasks: TaskSource
@@ -62,7 +63,8 @@ class Run:
     placement: Placement
     packing: Packing
     recorder: Recorder
-    after_step: Callable[[int, Timings], Awaitable[None]]
+    save: Callable[[int], Awaitable[None]]
+    evaluate: Callable[[int, Timings], Awaitable[None]]
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: list[Group] = field(default_factory=list[Group])
     """Since the last row."""
@@ -201,9 +203,9 @@ async def train(run: Run) -> int:
             while True:
                 step += 1
                 made = await _train_step(run, step, ready.pop(0), timings)
+                await run.save(step)
                 if step == last or run.stop.is_set():
                     break
-                await run.after_step(step, timings)
                 _book(run, made, timings, generator_busy_s)
                 timings, generator_busy_s = Timings(), 0.0
                 ready = ready or await select(run, 1, timings)
@@ -212,7 +214,7 @@ async def train(run: Run) -> int:
             async with run.placement.publishing():
                 if run.trainer.version != served or run.placement.must_publish:
                     await _publish(run, timings)
-            await run.after_step(step, timings)
+            await run.evaluate(step, timings)
         # Outside the slice: nothing holds back a wave, which begins as soon as its groups are admitted.
         await run.admission.published()
         timings.add("switch", run.placement.take_switch_s())
@@ -262,7 +264,7 @@ def _book(run: Run, made: _Made, timings: Timings, generator_busy_s: float) -> N
     run.dropped.clear()
     run.recorder.step(
         made.step, made.version_before, made.version, left, made.batch, made.result, timings,
-        generator_busy_s + (0.0 if run.placement.exclusive else open_s),
+        generator_busy_s + (0.0 if run.placement.exclusive else open_s), run.placement.measured,
     )
     run.recorder.judged(made.step, verdicts(made.result.metrics), made.result.metrics)
 

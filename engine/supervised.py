@@ -23,6 +23,7 @@ async def supervise(run: Run, chat: Chat) -> int:
     """One optimizer step after the other on the next `schedule.groups_per_step` chats; returns the number of steps made
     when they all are, or when the run was asked to stop."""
     limit_s = run.config.run.stage_timeout_s
+    await run.placement.stop_generating()
     for step in range(1, run.config.run.steps + 1):
         if run.stop.is_set():
             return step - 1
@@ -35,8 +36,8 @@ async def supervise(run: Run, chat: Chat) -> int:
         # Nobody sampled the tokens, so there is no policy to differ from.
         metrics = {key: value for key, value in result.metrics.items() if not key.startswith("mismatch/")}
         result = replace(result, metrics=metrics | {"tokens/trained": batch.num_tokens})
-        await run.after_step(step, timings)
-        run.recorder.step(step, version_before, run.trainer.version, (), batch, result, timings, 0.0)
+        await run.save(step)
+        run.recorder.step(step, version_before, run.trainer.version, (), batch, result, timings, 0.0, {})
     return run.config.run.steps
 
 

@@ -34,7 +34,10 @@ _GOLDEN_TOKENS = 4
 
 class Placement(Protocol):
     """`exclusive`: nothing is generated in a slice. `must_publish`: the engine needs weights after every slice, also
-    when no step changed them. `take_switch_s`: seconds that handing over took, since the last call."""
+    when no step changed them. `take_switch_s`: seconds that handing over took, since the last call. `measured`: memory
+    in use, in bytes, at the last transition of each kind."""
+
+    measured: dict[str, int]
 
     @property
     def exclusive(self) -> bool: ...
@@ -44,6 +47,7 @@ class Placement(Protocol):
     def training(self) -> contextlib.AbstractAsyncContextManager[None]: ...
     def publishing(self) -> contextlib.AbstractAsyncContextManager[None]: ...
     def quiet(self) -> contextlib.AbstractAsyncContextManager[None]: ...
+    async def stop_generating(self) -> None: ...
 
 
 class _Switches:
@@ -52,6 +56,7 @@ class _Switches:
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._switch_s = 0.0
+        self.measured: dict[str, int] = {}
 
     def take_switch_s(self) -> float:
         """Seconds in `_switch` since the last call."""
@@ -66,8 +71,7 @@ class _Switches:
 
 class TimeSlice(_Switches):
     """Hands the devices to the trainer and back. `level` is how deep the generator sleeps meanwhile, `offload` what of
-    the trainer leaves the device while it does not train. `memory` reads what is in use, in bytes: `measured` has the
-    last reading at every transition.
+    the trainer leaves the device while it does not train. `memory` reads what is in use, in bytes.
 
     Raises:
         StalledError: the generator or the trainer did not answer within `limit_s`.
@@ -86,7 +90,6 @@ class TimeSlice(_Switches):
         self._in_flight = in_flight
         self._offload: Offload = offload
         self._memory = memory
-        self.measured: dict[str, int] = {}
         self.trainer: Trainer | None = None
         """Made in the first slice, where the generator leaves it room."""
 
@@ -99,21 +102,28 @@ class TimeSlice(_Switches):
     async def training(self) -> AsyncIterator[None]:
         """Inside, no token is generated: open rollouts keep what they have and continue afterwards. `publishing` comes
         once before the end."""
-        generator = self._generator
         if self._in_flight == "drain":
-            await self._switch("draining the generator", generator.drain())
+            await self._switch("draining the generator", self._generator.drain())
         else:
-            await self._switch("interrupting generation", generator.interrupt())
+            await self._switch("interrupting generation", self._generator.interrupt())
+        await self._hand_over()
+        yield
+        # Not in a `finally`: after a failure the run ends, and nothing more is to be generated.
+        await self._switch("resuming generation", self._generator.resume())
+
+    async def stop_generating(self) -> None:
+        """The trainer gets the devices for good."""
+        await self._switch("interrupting generation", self._generator.interrupt())
+        await self._hand_over()
+
+    async def _hand_over(self) -> None:
         self._measure("generated")
         if self.level:
-            await self._switch("the generator's sleep", generator.sleep(self.level))
+            await self._switch("the generator's sleep", self._generator.sleep(self.level))
             self._measure("asleep")
         if self._offload != "none" and self.trainer is not None:
             await self._switch("onloading the trainer", self._in_thread(self.trainer.onload))
             self._measure("onloaded")
-        yield
-        # Not in a `finally`: after a failure the run ends, and nothing more is to be generated.
-        await self._switch("resuming generation", generator.resume())
 
     @contextlib.asynccontextmanager
     async def publishing(self) -> AsyncIterator[None]:
@@ -183,6 +193,9 @@ class Split(_Switches):
         await self._switch("interrupting generation", self._generator.interrupt())
         yield
         await self._switch("resuming generation", self._generator.resume())
+
+    async def stop_generating(self) -> None:
+        """Nothing that the trainer needs."""
 
 
 async def require_golden(before: Segment, generator: Generator, level: int) -> None:

@@ -1,10 +1,10 @@
-"""How cores are divided between generator and trainer."""
+"""How cores and devices are divided between generator and trainer."""
 
 from __future__ import annotations
 
 import pytest
 
-from engine.environment import divide_cores
+from engine.environment import divide_cores, engine_devices
 from engine.errors import ConfigError
 
 
@@ -43,3 +43,11 @@ def test_what_cannot_be_divided_is_refused(available, cores, limit):
         divide_cores(available, cores)
     assert refused.value.path == "schedule.cores"
     assert refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "first", "engine"),
+    [(None, 4, 2, "2,3"), ("4,5,6,7", 4, 1, "5,6,7"), ("GPU-a,GPU-b", 2, 1, "GPU-b")],
+)
+def test_the_engine_sees_the_devices_after_the_trainers(visible, count, first, engine):
+    assert engine_devices(visible, count, first) == engine

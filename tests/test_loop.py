@@ -105,7 +105,11 @@ class LabelRoute:
 
 
 async def nothing_due(step: int, timings: Timings) -> None:
-    """No evaluation, no checkpoint."""
+    """No evaluation."""
+
+
+async def nothing_to_save(step: int) -> None:
+    """No checkpoint."""
 
 
 class Hanging(FakeGenerator):
@@ -145,7 +149,8 @@ class Parts:
     trainer: Any = field(default_factory=CountingTrainer)
     thread: Any = field(default_factory=InlineThread)
     scorer: Any = field(default_factory=Alternating)
-    after_step: Callable[[int, Timings], Awaitable[None]] = nothing_due
+    save: Callable[[int], Awaitable[None]] = nothing_to_save
+    evaluate: Callable[[int, Timings], Awaitable[None]] = nothing_due
     route: Any = None
     schedule: dict[str, Any] = field(default_factory=dict[str, Any])
     evals_every: int = 0
@@ -181,7 +186,8 @@ class Parts:
             recorder=Recorder(
                 self.folder, SilentTerminal(), envs=["sums"], samples=1, tensorboard=False, micro_batch_tokens=4096
             ),
-            after_step=self.after_step,
+            save=self.save,
+            evaluate=self.evaluate,
         )
         return self.made
 
@@ -326,7 +332,7 @@ def test_evaluations_have_the_generator_to_themselves(
                                   max_in_flight=256).wave(questions)
         seen.extend({version for group in groups for one in group.rollouts for _, version in one.version_spans})
 
-    made = parts(max_staleness=max_staleness, after_step=evaluate, schedule={"placement": placement})
+    made = parts(max_staleness=max_staleness, evaluate=evaluate, schedule={"placement": placement})
     assert run_virtual(made.stages()) == 5
     assert seen == [1, 2, 3, 4, 5]
 
@@ -352,7 +358,7 @@ def test_times_by_hand(
         max_staleness=max_staleness,
         generator=FakeGenerator(eos_token_id=256, length=lambda request: request.max_new_tokens - 14, step_s=1.0),
         thread=InlineThread(3.0),
-        after_step=evaluate,
+        evaluate=evaluate,
         steps=4,
     )
     run_virtual(made.stages())
@@ -584,20 +590,25 @@ def test_a_slice_of_several_steps_is_published_once(
 def test_an_evaluation_ends_a_slice_early(
     parts: Callable[..., Parts], placement: str, every: int, steps: int, published: list[int]
 ) -> None:
-    """The version that is evaluated is the step's own."""
+    """The version that is evaluated is the step's own. What is saved is every step's, before it is published."""
+    saved: list[tuple[int, int, int]] = []
     served: dict[int, int] = {}
 
-    async def after_step(step: int, timings: Timings) -> None:
+    async def save(step: int) -> None:
+        saved.append((step, made.trainer.version, made.generator.served_version))
+
+    async def evaluate(step: int, timings: Timings) -> None:
         served[step] = made.generator.served_version
 
     made = parts(
-        steps=steps, max_staleness=3, after_step=after_step, evals_every=every,
+        steps=steps, max_staleness=3, save=save, evaluate=evaluate, evals_every=every,
         schedule={"placement": placement, "steps_per_slice": 3},
     )
     assert run_virtual(made.stages()) == steps
     assert made.route.published == published
-    assert list(served) == list(range(1, steps + 1))
-    assert [step for step in served if served[step] == step] == published
+    assert served == {step: step for step in published}
+    assert [(step, version) for step, version, _ in saved] == [(step, step) for step in range(1, steps + 1)]
+    assert all(served_then < version for _, version, served_then in saved)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -850,7 +861,7 @@ def test_times_in_split_by_hand(parts: Callable[..., Parts]) -> None:
             await asyncio.sleep(2.0)
 
     made = parts(
-        steps=4, max_staleness=1, thread=InlineThread(10.0), after_step=evaluate, schedule={"placement": "split"},
+        steps=4, max_staleness=1, thread=InlineThread(10.0), evaluate=evaluate, schedule={"placement": "split"},
         generator=FakeGenerator(eos_token_id=256, length=lambda request: request.max_new_tokens - 14, step_s=1.0),
     )
     run_virtual(made.stages())
@@ -1006,7 +1017,7 @@ class BrokenRoute(LabelRoute):
         return await super().publish(number)
 
 
-async def broken_after_step(step: int, timings: Timings) -> None:
+async def broken_evaluation(step: int, timings: Timings) -> None:
     if step == 2:
         raise Broken
 
@@ -1019,7 +1030,7 @@ def broken_parts(where: str) -> dict[str, Any]:
         "score": {"scorer": BrokenScorer()},
         "train": {"trainer": BrokenTrainer()},
         "publish": {"generator": (fake := generator()), "route": BrokenRoute(fake)},
-        "after_step": {"after_step": broken_after_step},
+        "evaluate": {"evaluate": broken_evaluation},
     }[where]
 
 
@@ -1035,7 +1046,7 @@ async def failing(made: Parts) -> tuple[BaseException, float]:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-@pytest.mark.parametrize("where", ["admit", "generate", "score", "train", "publish", "after_step"])
+@pytest.mark.parametrize("where", ["admit", "generate", "score", "train", "publish", "evaluate"])
 def test_an_exception_in_any_stage_ends_the_run_as_itself(
     parts: Callable[..., Parts], where: str, max_staleness: int
 ) -> None:

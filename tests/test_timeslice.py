@@ -49,6 +49,11 @@ def time_slice(calls: Calls, *, level: Literal[0, 1, 2] = 1, in_flight: InFlight
     return placement
 
 
+def split(calls: Calls, *, in_flight: InFlight = "recompute") -> Split:
+    made: Any = calls
+    return Split(made, in_flight=in_flight, limit_s=5.0)
+
+
 async def one_slice(placement: Placement, calls: Calls) -> None:
     async with placement.training():
         calls.log.append("- train")
@@ -118,6 +123,15 @@ def test_in_the_first_slice_there_is_no_trainer_to_bring_back() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("make", "calls_made"), [(time_slice, ["interrupt", "sleep 1"]), (split, [])], ids=["time_sliced", "split"]
+)
+def test_the_trainer_may_get_the_devices_for_good(make: Callable[[Calls], Placement], calls_made: list[str]) -> None:
+    calls = Calls()
+    run_virtual(make(calls).stop_generating())
+    assert calls.log == calls_made
+
+
 def test_memory_is_read_after_every_transition() -> None:
     """`memory` counts the calls before it."""
     calls = Calls()
@@ -171,11 +185,6 @@ def test_what_hangs_is_named_within_the_limit_and_nothing_goes_on(call: str, wha
     assert ended_s == pytest.approx(len(before) + 5.0)
 
 
-def split(calls: Calls, *, in_flight: InFlight = "recompute") -> Split:
-    made: Any = calls
-    return Split(made, in_flight=in_flight, limit_s=5.0)
-
-
 @pytest.mark.parametrize("make", [time_slice, split])
 def test_a_drain_that_hangs_is_named_too(make: Callable[..., Placement]) -> None:
     calls = Calls(hangs="drain")
@@ -191,7 +200,7 @@ def test_a_drain_that_hangs_is_named_too(make: Callable[..., Placement]) -> None
         ("drain", ["drain", "pause clear_cache=True"]),
     ],
 )
-def test_in_split_only_update_and_evaluation_hold_the_generator(in_flight: InFlight, before_publish: list[str]) -> None:
+def test_in_splitonly_update_and_evaluation_hold_the_generator(in_flight: InFlight, before_publish: list[str]) -> None:
     assert calls_of(lambda calls: split(calls, in_flight=in_flight)) == [
         "- train", *before_publish, "- publish", "resume", "interrupt", "- evaluate", "resume",
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from engine.doctor.report import REPORT_IT, Finding, judge
 from engine.environment import engine_environment
 from engine.host import build_generator
 from engine.observe.terminal import SilentTerminal
-from engine.protocols import Generator
+from engine.protocols import Generator, WeightRoute
 from engine.train.model import materialise
 from engine.train.thread import TrainingThread
 from engine.train.trainer import TorchTrainer
@@ -31,7 +31,7 @@ CONFIG = Config(
     run=RunSection(steps=1),
     model=ModelSection(path="tiny-random", dtype="float32"),
     tasks=(TaskSection(env="jsonl"),),
-    generate=GenerateSection(max_model_len=1024, max_in_flight=16, kv_cache_gib=0.25),
+    generate=GenerateSection(max_model_len=1024, max_in_flight=16, kv_cache_gib=0.25, sleep_level=2),
     train=TrainSection(dtype="float32"),
 )
 LARGEST_DIFFERENCE = 1e-4
@@ -42,7 +42,7 @@ _LIMIT_S = 120.0
 
 
 def engine_checks() -> Iterator[Finding]:
-    """Start, compare, interrupt, update, compare, close, look what is left. Call on the main thread."""
+    """Start, compare, interrupt, update, compare, sleep, compare, close, look what is left. Call on the main thread."""
     scratch, model_folder = Path(tempfile.mkdtemp(prefix="farfield-doctor-")), materialise(CONFIG.model.path)
     with engine_environment(scratch / "engine.log"):
         # What vLLM's modules take is theirs for good: imported before memory is looked at.
@@ -58,7 +58,6 @@ def engine_checks() -> Iterator[Finding]:
         clock.run(_session(generator, model_folder, findings))
     finally:
         yield from findings
-    yield Finding("sleep/wake", "not applicable", "not built yet")
     del generator
     gc.collect()
     alive, grown = psutil.wait_procs(processes, timeout=10)[1], (me.memory_info().rss - rss) / _MIB
@@ -76,8 +75,17 @@ async def _session(generator: Generator, model_folder: Path, findings: list[Find
             trainer = TorchTrainer(CONFIG, model_folder)
             findings.append(await _agreement("golden log-probs", generator, trainer))
             findings.append(await _interruption(generator))
-            await _update(generator, trainer)
+            with torch.no_grad():
+                for parameter in trainer.model.parameters():
+                    if parameter.dim() > 1:  # a random model's logits are all alike: these differ by nats
+                        parameter.mul_(6.0)
+            route = _route(generator, trainer)
+            await generator.pause(clear_cache=True)
+            await route.publish(1)
+            await generator.resume()
             findings.append(await _agreement("after an update", generator, trainer))
+            await _sleep(generator, route)
+            findings.append(await _agreement("sleep/wake", generator, trainer))
     finally:
         await generator.close()
 
@@ -102,19 +110,22 @@ async def _interruption(generator: Generator) -> Finding:
     return judge("interrupt/resume", sum(made) > 0, detail, REPORT_IT)
 
 
-async def _update(generator: Generator, trainer: TorchTrainer) -> None:
-    """Weights move by far, and go to the engine."""
+async def _sleep(generator: Generator, route: WeightRoute) -> None:
+    """Everything dropped, then the weights published again, as a time slice does it."""
+    await generator.interrupt()
+    await generator.sleep(2)
+    await generator.wake("weights")
+    await route.publish(2)
+    await generator.wake("kv_cache")
+    await generator.resume()
+
+
+def _route(generator: Generator, trainer: TorchTrainer) -> WeightRoute:
     from engine.generate.vllm import VllmGenerator
     from engine.weights.local import LocalRoute
 
     assert isinstance(generator, VllmGenerator)
-    with torch.no_grad():
-        for parameter in trainer.model.parameters():
-            if parameter.dim() > 1:  # a random model's logits are all alike: these differ by nats
-                parameter.mul_(6.0)
-    await generator.interrupt()
-    await LocalRoute(generator, trainer, torch.float32, TrainingThread().call).publish(1)
-    await generator.resume()
+    return LocalRoute(generator, trainer, torch.float32, TrainingThread().call)
 
 
 def _difference(trainer: TorchTrainer, request: SegmentRequest, segment: Segment) -> float:

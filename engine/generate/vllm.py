@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +20,12 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from engine.config import Dtype, GenerateSection
 from engine.errors import GenerationError, MissingError
+from engine.protocols import SleepLevel
 from engine.types import Segment, SegmentRequest
 from engine.vllm_plugin import SHARED_MEMORY_BACKEND, calling_the_engine, register_weight_transfer
 
 _GIB = 1 << 30
+_CPU_SLEEP = "engine.generate.cpu_sleep.CpuSleep"
 # Then the engine is killed; its worker follows by the parent-death signal.
 _SHUTDOWN_S = 1.0
 _WATCH_PERIOD_S = 0.5
@@ -36,10 +38,9 @@ _ENDED: dict[str, Literal["stop", "length", "interrupted"]] = {
 
 def engine_args(
     folder: Path, generate: GenerateSection, dtype: Dtype, seed: int, *, head_in_float32: bool = False,
-    worker_extension: str = "",
+    worker_extension: str = "", split: bool = False,
 ) -> AsyncEngineArgs:
     """Every setting that shapes sampling is explicit; nothing comes from the model's generation_config.json."""
-    on_gpu = torch.cuda.is_available()
     return AsyncEngineArgs(
         model=str(folder),
         dtype=dtype,
@@ -50,12 +51,24 @@ def engine_args(
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=True,
         kv_cache_memory_bytes=int(generate.kv_cache_gib * _GIB),
-        weight_transfer_config=WeightTransferConfig(backend="ipc" if on_gpu else SHARED_MEMORY_BACKEND),
+        weight_transfer_config=WeightTransferConfig(backend=transfer_backend(split=split)),
         disable_log_stats=True,
         hf_overrides={"head_dtype": "float32"} if head_in_float32 else {},
-        worker_extension_cls=worker_extension,
-        **({} if on_gpu else _cpu_args(generate)),
+        worker_extension_cls=worker_extension or ("" if torch.cuda.is_available() else _CPU_SLEEP),
+        **(_gpu_args(generate, split) if torch.cuda.is_available() else _cpu_args(generate)),
     )
+
+
+def transfer_backend(*, split: bool) -> str:
+    """How weights reach the engine, which with `split` has devices of its own: `ipc` cannot reach those."""
+    if not torch.cuda.is_available():
+        return SHARED_MEMORY_BACKEND
+    return "nccl" if split else "ipc"
+
+
+def _gpu_args(generate: GenerateSection, split: bool) -> dict[str, Any]:
+    # It puts weights and cache into pools of their own: only for those that sleep.
+    return {"enable_sleep_mode": generate.sleep_level > 0 and not split}
 
 
 def _cpu_args(generate: GenerateSection) -> dict[str, Any]:
@@ -71,24 +84,27 @@ def _cpu_args(generate: GenerateSection) -> dict[str, Any]:
 
 class VllmGenerator:
     """`protocols.Generator` on one AsyncLLM. Build it on the main thread before the loop runs, inside
-    `environment.engine_environment(log_file)`, then `open` it.
+    `environment.engine_environment(log_file)`, then `open` it. `split`: the trainer has other devices.
 
-    Requests are added one at a time under a lock, which `interrupt` takes too: once the engine is paused no request
-    is half-way in.
+    Requests are added one at a time under a lock, which whatever stops or ends them takes too: then no request is
+    half-way in. New ones are held back here, not in the engine, which resumes by itself once it is awake.
     """
 
     def __init__(
         self, folder: Path, generate: GenerateSection, *, dtype: Dtype, seed: int, end_token_ids: Sequence[int],
-        log_file: Path, head_in_float32: bool = False, worker_extension: str = "",
+        log_file: Path, head_in_float32: bool = False, worker_extension: str = "", split: bool = False,
     ) -> None:
         self._end_token_ids = list(end_token_ids)
         self._open = 0
         self._served_version = 0
+        self._weights_dropped = False
+        self.transfer_backend = transfer_backend(split=split)
         register_weight_transfer()
         try:
             self.llm = AsyncLLM.from_engine_args(
                 engine_args(
-                    folder, generate, dtype, seed, head_in_float32=head_in_float32, worker_extension=worker_extension
+                    folder, generate, dtype, seed, head_in_float32=head_in_float32, worker_extension=worker_extension,
+                    split=split,
                 )
             )
         except (RuntimeError, ValueError) as error:
@@ -110,6 +126,7 @@ class VllmGenerator:
     def serves(self, number: int) -> None:
         """A weight route has updated the engine to this version; the engine labels tokens with it itself."""
         self._served_version = number
+        self._weights_dropped = False
 
     async def generate(self, request: SegmentRequest) -> Segment:
         """See `protocols.Generator.generate`."""
@@ -123,6 +140,7 @@ class VllmGenerator:
 
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
         """See `protocols.Generator.wave`."""
+        self._require_weights()
         async with self._adding:
             if self._open:
                 raise GenerationError(f"a wave needs an idle engine, {self._open} requests are open")
@@ -142,24 +160,69 @@ class VllmGenerator:
 
     async def interrupt(self) -> None:
         """See `protocols.Generator.interrupt`."""
+        await self._pause("abort", clear_cache=False)
+        await self._all_ended()
+
+    async def drain(self) -> None:
+        """See `protocols.Generator.drain`."""
         self._running.clear()
-        async with self._adding:
-            with calling_the_engine():
-                await self.llm.pause_generation(mode="abort", clear_cache=False)
-        async with self._ended:
-            await self._ended.wait_for(lambda: self._open == 0)
+        async with self._adding:  # one that is half-way in counts as open from here on
+            pass
+        await self._all_ended()
+
+    async def pause(self, *, clear_cache: bool) -> None:
+        """See `protocols.Generator.pause`."""
+        await self._pause("keep", clear_cache=clear_cache)
 
     async def resume(self) -> None:
         """See `protocols.Generator.resume`."""
+        self._require_weights()
         with calling_the_engine():
             await self.llm.resume_generation()
         self._running.set()
+
+    async def cancel(self, request_ids: Collection[str]) -> None:
+        """See `protocols.Generator.cancel`. What the engine has made but not yet told is lost."""
+        async with self._adding:
+            with calling_the_engine():
+                await self.llm.abort(request_ids, internal=False)
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """See `protocols.Generator.sleep`."""
+        if level == 0:
+            return
+        # A lighter sleep afterwards brings nothing back.
+        self._weights_dropped |= level == 2
+        with calling_the_engine():
+            await self.llm.sleep(level, mode="keep")
+            if not torch.cuda.is_available():
+                await self.llm.collective_rpc("give_pages_back", kwargs={"weights": level == 2})
+
+    async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
+        """See `protocols.Generator.wake`."""
+        with calling_the_engine():
+            await self.llm.wake_up(tags=[what])
 
     async def close(self) -> None:
         """See `protocols.Generator.close`."""
         self.llm.shutdown(timeout=_SHUTDOWN_S)
         # Its finaliser shuts down once more and must not run when the interpreter is half gone.
         del self.llm
+
+    async def _pause(self, mode: Literal["abort", "keep"], *, clear_cache: bool) -> None:
+        self._running.clear()
+        async with self._adding:
+            with calling_the_engine():
+                await self.llm.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def _all_ended(self) -> None:
+        async with self._ended:
+            await self._ended.wait_for(lambda: self._open == 0)
+
+    def _require_weights(self) -> None:
+        if self._weights_dropped:
+            raise GenerationError("sleep dropped the engine's weights, and none were published since",
+                                  remedy="publish between wake('weights') and resume, or set generate.sleep_level = 1")
 
     async def _add(self, request: SegmentRequest) -> RequestOutputCollector:
         prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())

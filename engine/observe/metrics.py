@@ -91,7 +91,9 @@ FAMILIES: tuple[Key, ...] = (
     Key("ledger/<env>/<fate>", "groups", "the bias ledger: leased, completed, trained, zero_signal, stale, rejected, "
                                          "timed_out, as groups/... counts them"),
     Key("ledger/<env>/length_<of>", "tokens", "length/leased and length/trained of one env"),
-    Key("memory/...", "GiB", "memory/host_peak: the most that the host process ever held"),
+    Key("memory/...", "GiB", "host_peak: the most that the host process ever held; generated, asleep, onloaded, "
+        "trained, weights_awake, offloaded, awake: in use of the shared devices at the last switch, after each part of "
+        "it"),
     Key("eval/<suite>/<task>", "score", "an evaluation's result, in the row of the version that it judged"),
 )
 

@@ -108,8 +108,10 @@ class Recorder:
         result: StepResult,
         timings: Timings,
         generator_busy_s: float,
+        memory: Mapping[str, int],
     ) -> None:
-        """Write the row of a step whose consumed groups, with their fates, are `groups`."""
+        """Write the row of a step whose consumed groups, with their fates, are `groups`. `memory` is in bytes, by
+        transition of the devices."""
         at = now()
         elapsed, self._last_row = at - self._last_row, at
         row = complete_row(
@@ -130,6 +132,7 @@ class Recorder:
                 "loop/lag_p99_ms": float(np.percentile(self._lags_ms, 99)) if self._lags_ms else None,
                 "memory/host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             }
+            | {f"memory/{transition}": used / 2**30 for transition, used in memory.items()}
             | {f"ledger/{env}/leased": self._leased[env] for env in self._envs}
             | {f"time/{name}": timings.get(name) for name in _TIMES}
         )

@@ -128,7 +128,7 @@ class Learner:
     """
 
     def __init__(self, world: World, ranks: int, limit_s: float) -> None:
-        self._ranks, self._limit_s = ranks, limit_s
+        self.ranks, self._limit_s = ranks, limit_s
         self._others = [str(rank).encode() for rank in range(1, world.size)]
         self._folder = Path(tempfile.mkdtemp(prefix="farfield-ranks-"))
         self._context = zmq.Context()
@@ -150,11 +150,11 @@ class Learner:
         """
         self._await_hellos()
         reference = None if reference_folder is None else str(reference_folder)
-        start = Start(config=config, folder=str(folder), reference_folder=reference, ranks=self._ranks)
+        start = Start(config=config, folder=str(folder), reference_folder=reference, ranks=self.ranks)
         self._tell(self._others, start)
-        if self._ranks > 1:
-            _join_trainers(self._store, 0, self._ranks, self._limit_s)
-        return TorchTrainer(config, folder, ranks=self._ranks, team=self, reference_folder=reference_folder)
+        if self.ranks > 1:
+            _join_trainers(self._store, 0, self.ranks, self._limit_s)
+        return TorchTrainer(config, folder, ranks=self.ranks, team=self, reference_folder=reference_folder)
 
     def step(self, batch: Batch) -> None:
         """See `trainer.Team.step`."""
@@ -209,7 +209,7 @@ class Learner:
                     missing.discard(self._commands.recv_multipart()[0])
 
     def _tell_trainers(self, command: Command) -> None:
-        self._tell(self._others[: self._ranks - 1], command)
+        self._tell(self._others[: self.ranks - 1], command)
 
     def _tell(self, identities: Sequence[bytes], command: Command) -> None:
         with self._commanding:

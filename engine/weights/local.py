@@ -1,8 +1,9 @@
 """Weights to the engine on this host, through vLLM's weight-transfer API.
 
-On a GPU vLLM's own `ipc` backend hands over CUDA memory. On CPU the pair below does the same through anonymous shared
-memory, which vanishes with the host. Both are driven by vLLM's trainer-side engine in the training thread;
-`LoopClient` carries its four calls to the AsyncLLM on the event loop and adds the version, which `ipc` leaves out.
+On a GPU vLLM's own backends do it: `ipc` hands over CUDA memory, `nccl` sends to an engine on other devices. On CPU the
+pair below does the same through anonymous shared memory, which vanishes with the host. All are driven by vLLM's
+trainer-side engine in the training thread; `LoopClient` carries its four calls to the AsyncLLM on the event loop and
+adds the version, which vLLM's leave out.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import mmap
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -31,8 +32,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.utils.network_utils import get_open_port
 
 from engine.types import Version
 from engine.vllm_plugin import SHARED_MEMORY_BACKEND, calling_the_engine, register_weight_transfer
@@ -191,11 +194,22 @@ def views(memory: mmap.mmap, metas: list[ParamMeta]) -> Iterator[tuple[str, torc
         offset += _nbytes(meta)
 
 
+def _sender_info(backend: str) -> TrainerInitInfo:
+    match backend:
+        case "ipc":
+            return IPCTrainerInitInfo(rank=0)
+        case "nccl":
+            # Two members: this rank, and the engine's one worker.
+            port = get_open_port()
+            return NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=port, world_size=2)
+        case _:
+            return SharedMemoryTrainerInit(rank=0)
+
+
 class UpdatableEngine(Protocol):
     """The weight-transfer part of vLLM's AsyncLLM."""
 
     async def init_weight_transfer_engine(self, request: WeightTransferInitRequest) -> None: ...
-    async def pause_generation(self, *, mode: Literal["keep"], clear_cache: bool) -> None: ...
     async def start_weight_update(self) -> None: ...
     async def update_weights(self, request: WeightTransferUpdateRequest) -> None: ...
     async def finish_weight_update(self, weight_version: str | None = None) -> None: ...
@@ -206,6 +220,8 @@ class UpdatableGenerator(Protocol):
 
     @property
     def llm(self) -> UpdatableEngine: ...
+    @property
+    def transfer_backend(self) -> str: ...
     def serves(self, number: int) -> None: ...
 
 
@@ -225,8 +241,6 @@ class LoopClient:
         self._call(self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info)))
 
     def start_weight_update(self) -> None:
-        # The cache is keyed by tokens, not by weights: what it holds is wrong under the next version.
-        self._call(self._engine.pause_generation(mode="keep", clear_cache=True))
         self._call(self._engine.start_weight_update())
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
@@ -259,8 +273,7 @@ class LocalRoute:
 
     def _send(self, number: int) -> str:
         if self._sender is None:
-            on_gpu = torch.cuda.is_available()
-            info = IPCTrainerInitInfo(rank=0) if on_gpu else SharedMemoryTrainerInit(rank=0)
+            info = _sender_info(self._generator.transfer_backend)
             self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
         self._client.number = number
         self._sender.send_weights()

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from engine import clock, environment
+from engine.generate.cpu_sleep import CpuSleep
 
 ROUNDS = 9
 
 
-class WorkerExtension:
+class WorkerExtension(CpuSleep):
     """Mixed into vLLM's worker: the denominator."""
 
     def own_reload(self, path: str, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> float:
@@ -52,9 +53,6 @@ class TimedEngine:
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._llm.init_weight_transfer_engine(request)
 
-    async def pause_generation(self, **options: Any) -> None:
-        await self._llm.pause_generation(**options)
-
     async def start_weight_update(self) -> None:
         self.started = time.perf_counter()
         await self._llm.start_weight_update()
@@ -71,8 +69,9 @@ class TimedEngine:
 class Served:
     """What `LocalRoute` updates."""
 
-    def __init__(self, llm: TimedEngine) -> None:
+    def __init__(self, llm: TimedEngine, transfer_backend: str) -> None:
         self.llm = llm
+        self.transfer_backend = transfer_backend
 
     def serves(self, number: int) -> None:
         """Nothing to keep."""
@@ -89,8 +88,9 @@ async def measure(generator: Any, config: Any, folder: Path) -> None:
     await generator.open()
     trainer = TorchTrainer(config, folder)
     engine = TimedEngine(generator.llm)
-    route = LocalRoute(Served(engine), trainer, getattr(torch, config.engine_dtype), TrainingThread().call)
-    await generator.interrupt()
+    served = Served(engine, generator.transfer_backend)
+    route = LocalRoute(served, trainer, getattr(torch, config.engine_dtype), TrainingThread().call)
+    await generator.pause(clear_cache=True)
     updates, publishes, own = [], [], []
     for number in range(ROUNDS):
         started = time.perf_counter()

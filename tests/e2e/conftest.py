@@ -6,10 +6,11 @@ import asyncio
 import gc
 import json
 import warnings
-from collections.abc import Coroutine, Iterator
+from collections.abc import Collection, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import uvloop
 
@@ -18,9 +19,13 @@ from engine.environment import engine_environment
 
 
 class Engine:
-    """A running tiny model in float32 and the loop it lives on."""
+    """A running tiny model in float32 and the loop it lives on; `processes` are those that vLLM started. If `endless`,
+    no token ends a request: each makes as many as it may."""
 
-    def __init__(self, folder: Path, work: Path) -> None:
+    def __init__(
+        self, folder: Path, work: Path, *, worker_extension: str = "", cores: Collection[int] = (),
+        endless: bool = False,
+    ) -> None:
         from engine.train.model import end_token_ids
 
         self.folder = folder
@@ -34,13 +39,16 @@ class Engine:
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._runner.__enter__()
         log_file = work / "engine.log"
-        with engine_environment(log_file):
+        before = set(psutil.Process().children(recursive=True))
+        with engine_environment(log_file, cores=cores):
             from engine.generate.vllm import VllmGenerator
 
             self.generator = VllmGenerator(
-                folder, self.config.generate, dtype="float32", seed=0, end_token_ids=end_token_ids(folder),
-                log_file=log_file,
+                folder, self.config.generate, dtype="float32", seed=0,
+                end_token_ids=() if endless else end_token_ids(folder),
+                log_file=log_file, worker_extension=worker_extension,
             )
+        self.processes = set(psutil.Process().children(recursive=True)) - before
         self.run(self.generator.open())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -73,7 +73,7 @@ async def _restore(engine):
     """Other tests share the engine: leave it with the weights that it started with."""
     original = TorchTrainer(engine.config, engine.folder)
     route = _route(engine, original)
-    await engine.generator.interrupt()
+    await engine.generator.pause(clear_cache=True)
     await route.publish(UPDATES + 1)
     await engine.generator.resume()
 
@@ -91,7 +91,7 @@ def _check(engine, tmp_path: Path) -> None:
             assert not trainer.step(_batch(number)).skipped
             folders.append(tmp_path / f"step-{number}")
             trainer.save(folders[-1])
-            await engine.generator.interrupt()
+            await engine.generator.pause(clear_cache=True)
             version = await route.publish(number)
             await engine.generator.resume()
             assert (version.number, engine.generator.served_version) == (number, number)

@@ -85,7 +85,8 @@ def write(to: Recorder, clock: Clock, *, step: int = 1, groups: list[Group] | No
     for name, seconds in (("wait_rollouts", 2.0), ("train", 4.0), ("publish", 1.0), ("switch", 0.5)):
         timings.add(name, seconds)
     clock.now_s += 10.0
-    to.step(step, 4, 5 if not result.get("skipped") else 4, fates, batch, StepResult(**result), timings, 2.5)
+    version = 4 if result.get("skipped") else 5
+    to.step(step, 4, version, fates, batch, StepResult(**result), timings, 2.5, {"asleep": 2**30})
 
 
 def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
@@ -105,7 +106,7 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
         for family, ends in {"reward": [""], "share": [""], "ledger": LEDGER}.items()
         for what in ends
     }
-    assert set(row) == {key.name for key in KEYS} | of_envs | {"memory/host_peak"}
+    assert set(row) == {key.name for key in KEYS} | of_envs | {"memory/host_peak", "memory/asleep"}
     expected = {
         "step": 1, "version": 5, "skipped": None, "time_s": 70.0,
         "reward/mean": 0.5,  # 1, 0, .5, .5
@@ -122,7 +123,7 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
         "pack/efficiency": 7 / 16,  # 4 and 3 tokens in two micro-batches of 8
         "time/step": 10.0, "time/wait_rollouts": 2.0, "time/train": 4.0, "time/publish": 1.0, "time/switch": 0.5,
         "time/eval": 0.0,
-        "busy/generator": 0.25, "busy/trainer": 0.4,
+        "busy/generator": 0.25, "busy/trainer": 0.4, "memory/asleep": 1.0,
         "ledger/sums/leased": 2, "ledger/words/leased": 1, "ledger/sums/trained": 1, "ledger/sums/zero_signal": 1,
         "ledger/sums/length_leased": 1.75, "ledger/sums/length_trained": 1.5, "ledger/words/completed": 0,
     }  # fmt: skip
@@ -200,7 +201,7 @@ def test_a_generator_that_was_busy_all_the_time_is_busy_once(tmp_path: Path, clo
     book = recorder(tmp_path)
     batch, fates = build_batch(consumed(), packing(estimator="centered", micro_batch_tokens=8), version=0)
     clock.now_s += 1.0
-    book.step(1, 4, 5, fates, batch, StepResult(), Timings(), 1.5)
+    book.step(1, 4, 5, fates, batch, StepResult(), Timings(), 1.5, {})
     book.close()
     assert book.rows[0]["busy/generator"] == 1.0
 
