@@ -60,8 +60,8 @@ class Generator(Protocol):
         ...
 
     async def cancel(self, request_ids: Collection[str]) -> None:
-        """End these requests, each of a `generate` that has not returned, with what they have, `ended="interrupted"`; the
-        others go on. One that is held back ends without a token, once it is not."""
+        """End these requests, each of a `generate` that has not returned, with what they have, `ended="interrupted"`;
+        the others go on. One that is held back ends without a token, once it is not."""
         ...
 
     async def sleep(self, level: SleepLevel) -> None:

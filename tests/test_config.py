@@ -106,6 +106,9 @@ def test_overrides_are_toml_values_or_bare_text(base: Path) -> None:
         ("algorithm.breaker={share = 0.0}", "algorithm.breaker.share", "not in 0 ... 1", "share = 0.5"),
         ("algorithm.breaker={grad_norm = 0.0}", "algorithm.breaker.grad_norm", "not above 0", "grad_norm = 100"),
         ("tasks.0.env=jsonl", "tasks.0.params.path", "is required", "name a file of JSON lines"),
+        ("schedule.steps_per_slice=3", "schedule.steps_per_slice", "has groups for 2 at most", "raise schedule.max_st"),
+        ("schedule.in_flight=stale_kv", "schedule.in_flight", "do not stay open", "schedule.placement = 'split'"),
+        ("schedule.cores='0-1'", "schedule.cores", "not divided under placement", "schedule.placement = 'split'"),
     ],
 )
 def test_a_refusal_names_path_value_limit_and_remedy(
@@ -131,6 +134,47 @@ def test_a_synchronous_run_needs_room_for_a_whole_step(base: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)max_in_flight = 63.* 64 rollouts.*at least 64"):
         load(base, ["schedule.max_staleness=0", "generate.max_in_flight=63"])
     load(base, ["schedule.max_staleness=0", "generate.max_in_flight=64"])
+
+
+@pytest.mark.parametrize(("max_staleness", "most"), [(0, 1), (1, 2), (2, 2), (3, 3), (8, 8)])
+def test_a_slice_has_at_most_the_groups_of_all_slots(base: Path, max_staleness: int, most: int) -> None:
+    """S + 1 steps; the bound M is S up to 1, S + 1 above."""
+    staleness = f"schedule.max_staleness={max_staleness}"
+    load(base, [staleness, f"schedule.steps_per_slice={most}"])
+    limit = rf"steps_per_slice = {most + 1}: schedule.max_staleness = {max_staleness} has groups for {most} at most"
+    with pytest.raises(ConfigError, match=limit):
+        load(base, [staleness, f"schedule.steps_per_slice={most + 1}"])
+
+
+def test_schedules_that_contradict_themselves_are_refused_and_others_are_not(base: Path) -> None:
+    split = "schedule.placement=split"
+    with pytest.raises(ConfigError, match=r"(?s)max_wait_s = 5\.0: goes with .*'wait'.*one of the two"):
+        load(base, ["schedule.max_wait_s=5.0", "schedule.overdue=drop"])
+    load(base, ["schedule.max_wait_s=5.0"])
+    load(base, ["schedule.overdue=drop"])
+    for in_flight in ("recompute", "stale_kv", "drain"):
+        load(base, [split, f"schedule.in_flight={in_flight}"])
+    load(base, ["schedule.in_flight=drain"])
+    load(base, [split, "schedule.cores=0-1"])
+
+
+def test_an_engine_sleeps_only_where_it_shares_the_device(base: Path) -> None:
+    assert [load(base, [f"generate.sleep_level={level}"]).sleep_level for level in (0, 1, 2)] == [0, 1, 2]
+    assert load(base, ["generate.sleep_level=2", "schedule.placement=split"]).sleep_level == 0
+
+
+SHIPPED = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("placement", ["time_sliced", "split"])
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+def test_every_shipped_config_takes_every_placement_and_bound(
+    config: Path, placement: str, max_staleness: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parents[1])
+    loaded = load(config, [f"schedule.placement={placement}", f"schedule.max_staleness={max_staleness}"])
+    assert (loaded.schedule.placement, loaded.schedule.max_staleness) == (placement, max_staleness)
 
 
 @pytest.mark.parametrize(

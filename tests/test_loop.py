@@ -27,7 +27,7 @@ from engine.loop import Run, run_stages
 from engine.observe.metrics import LEFT_AS, Row, read_groups
 from engine.observe.recorder import Recorder, Timings
 from engine.observe.terminal import SilentTerminal
-from engine.protocols import Score, StepResult
+from engine.protocols import Score, SleepLevel, StepResult
 from engine.rollout.chat import Chat
 from engine.rollout.drive import Driver
 from engine.timeslice import Placement, Split, TimeSlice
@@ -154,6 +154,7 @@ class Parts:
     route: Any = None
     schedule: dict[str, Any] = field(default_factory=dict[str, Any])
     evals_every: int = 0
+    sleep_level: SleepLevel = 0
 
     def __post_init__(self) -> None:
         self.route = self.route or LabelRoute(self.generator)
@@ -194,7 +195,8 @@ class Parts:
         if schedule.placement == "split":
             return Split(self.generator, in_flight=schedule.in_flight, limit_s=60.0)
         return TimeSlice(
-            self.generator, self.thread.call, level=0, in_flight=schedule.in_flight, offload="none", limit_s=60.0
+            self.generator, self.thread.call, level=self.sleep_level, in_flight=schedule.in_flight, offload="none",
+            limit_s=60.0,
         )
 
     async def stages(self) -> int:
@@ -385,6 +387,15 @@ def test_a_step_without_any_verdict_is_skipped_and_the_run_goes_on(parts: Callab
     assert {group.outcome for step in range(1, 6) for group in made.groups(step)} == {"zero_signal"}
     events = [json.loads(line) for line in (made.folder / "events.jsonl").read_text().splitlines()]
     assert [(event["kind"], event["step"]) for event in events] == [("skipped", step) for step in range(1, 6)]
+
+
+@pytest.mark.parametrize(("level", "published"), [(0, []), (1, []), (2, [0, 0, 0])])
+def test_a_generator_that_dropped_its_weights_gets_them_back_though_no_step_changed_them(
+    parts: Callable[..., Parts], level: SleepLevel, published: list[int]
+) -> None:
+    made = parts(scorer=NoVerdict(), steps=3, sleep_level=level)
+    assert run_virtual(made.stages()) == 3
+    assert made.route.published == published
 
 
 def test_one_skipped_step_moves_no_version(parts: Callable[..., Parts]) -> None:
@@ -579,19 +590,25 @@ def test_a_slice_of_several_steps_is_published_once(
 def test_an_evaluation_ends_a_slice_early(
     parts: Callable[..., Parts], placement: str, every: int, steps: int, published: list[int]
 ) -> None:
-    """The version that is evaluated is the step's own."""
+    """The version that is evaluated is the step's own. What is saved is every step's, before it is published."""
+    saved: list[tuple[int, int, int]] = []
     served: dict[int, int] = {}
+
+    async def save(step: int) -> None:
+        saved.append((step, made.trainer.version, made.generator.served_version))
 
     async def evaluate(step: int, timings: Timings) -> None:
         served[step] = made.generator.served_version
 
     made = parts(
-        steps=steps, max_staleness=3, evaluate=evaluate, evals_every=every,
+        steps=steps, max_staleness=3, save=save, evaluate=evaluate, evals_every=every,
         schedule={"placement": placement, "steps_per_slice": 3},
     )
     assert run_virtual(made.stages()) == steps
     assert made.route.published == published
     assert served == {step: step for step in published}
+    assert [(step, version) for step, version, _ in saved] == [(step, step) for step in range(1, steps + 1)]
+    assert all(served_then < version for _, version, served_then in saved)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
