@@ -1,0 +1,210 @@
+"""P2, P3 and P10 for real: the quickstart's engine, trainer and tasks, on this machine's cores.
+
+Throughput is groups trained per second in a run at `max_staleness` 4, whose learning rate is too small to change the
+completions; its first and last four steps, in which the slots fill and empty, are left out. Its bound is what the
+stages can do alone on the cores that they have in the run: g, generation with as many completions in flight and nobody
+training, and t, the very batches of the run trained with nobody generating. `split` is bound by the slower,
+`time_sliced` by 1 / (1/g + 1/t), which is also a lower bound of the trace (P3). Beside it: the same run at
+`max_staleness` 0, and P10, the seconds from a slice's last token to the next token, less training and publishing, over
+the seconds of the slice.
+
+Run: python -m profiling.bench.placements time_sliced|split [--steps 18]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine import clock, environment
+from engine.clock import now
+from engine.config import Config, load
+from engine.types import Group, Lease, Sampling
+
+_EDGE = 4
+_LOOK_S = 0.002
+
+
+class Tokens:
+    """Looks into the engine's output processor for when tokens come: completions tell nothing before they end."""
+
+    def __init__(self, generator: Any) -> None:
+        self._states = generator.llm.output_processor.request_states
+        self.seen_s: list[float] = []
+
+    async def watch(self) -> None:
+        """Never returns."""
+        before: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            made = {name: state.detokenizer.num_output_tokens() for name, state in self._states.items()}
+            if any(made.get(name, -1) != count for name, count in before.items()) or any(
+                count for name, count in made.items() if name not in before
+            ):
+                self.seen_s.append(now())
+            before = made
+
+    def gaps(self, first_s: float, last_s: float) -> list[float]:
+        """Seconds between two tokens of which the earlier came in that time."""
+        return [after_s - at_s for at_s, after_s in itertools.pairwise(self.seen_s) if first_s <= at_s < last_s]
+
+
+class Bench:
+    """One engine, several runs and measurements on it."""
+
+    def __init__(self, placement: str, steps: int, out: Path) -> None:
+        from engine.host import build_generator
+        from engine.observe.terminal import SilentTerminal
+        from engine.rollout.chat import open_chat
+        from engine.train.model import materialise
+
+        self._placement, self._steps, self._out = placement, steps, out
+        self.config = self._configured(4)
+        self._model_folder = materialise(self.config.model.path)
+        self._chat = open_chat(self.config, self._model_folder)
+        self._generator: Any = build_generator(self.config, self._model_folder, out, SilentTerminal())
+
+    def _configured(self, max_staleness: int) -> Config:
+        return load(Path("configs/quickstart.toml"), [
+            f"schedule.placement={self._placement}", f"schedule.max_staleness={max_staleness}",
+            f"run.steps={self._steps}", "train.lr=1e-12", "evals.every=0", "observe.tensorboard=false",
+        ])
+
+    async def measure(self) -> None:
+        """Everything, printed."""
+        await self._generator.open()
+        tokens = Tokens(self._generator)
+        watching = asyncio.ensure_future(tokens.watch())
+        await self._generation_alone(2)  # the first tokens pay for the kernels
+        begun_s = now()
+        rows = await self._run(4)
+        watching.cancel()
+        synchronous = await self._run(0)
+        generation = await self._generation_alone(self._steps)
+        training = await self._training_alone()
+        await self._generator.close()
+        asynchronous, plain = self._throughput(rows), self._throughput(synchronous)
+        apart = self._placement == "split"
+        bound = min(generation, training) if apart else 1 / (1 / generation + 1 / training)
+        goal = ".9" if apart else ".95"
+        stale = max(row["staleness/max"] or 0 for row in rows)
+        print(f"groups/s: generation alone {generation:.3f}, training alone {training:.3f}, "
+              f"max_staleness 4 {asynchronous:.3f} (largest staleness {stale}), max_staleness 0 {plain:.3f}")
+        print(f"P2 {self._placement} / {'slower stage' if apart else 'its limit'} {asynchronous / bound:.3f} "
+              f"(goal >= {goal}); P3 over max_staleness 0: {asynchronous / plain:.3f}")
+        if not apart:
+            ends_s = [begun_s + row["time_s"] for row in rows]
+            gaps = tokens.gaps(ends_s[_EDGE - 1], ends_s[-_EDGE - 1])
+            switch_s, slice_s = self._switches(rows[_EDGE:-_EDGE], gaps)
+            print(f"P10 switch / slice {switch_s / slice_s:.3f} (goal <= .05): {switch_s:.2f} s of {slice_s:.2f} s")
+
+    async def _run(self, max_staleness: int) -> list[dict[str, Any]]:
+        from engine.host import Host
+        from engine.observe.terminal import SilentTerminal
+        from engine.reward.pool import ScoringPool
+        from engine.tasks.source import TaskSource
+        from evals.held_out import evaluate
+
+        config = self._configured(max_staleness)
+        folder = self._out / f"staleness-{max_staleness}"
+        folder.mkdir()
+        scorer = ScoringPool(config.tasks, config.reward, config.generate.max_new_tokens)
+        host = Host(config, folder, self._model_folder, self._generator, self._chat, TaskSource(config.tasks, 0),
+                    scorer, SilentTerminal(), evaluate)
+        try:
+            await host.train()
+        finally:
+            await scorer.close()
+        return [msgspec.json.decode(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
+
+    def _throughput(self, rows: Sequence[dict[str, Any]]) -> float:
+        rows = rows[_EDGE:-_EDGE]
+        return len(rows) * self.config.schedule.groups_per_step / sum(row["time/step"] for row in rows)
+
+    def _switches(self, rows: Sequence[dict[str, Any]], gaps: Sequence[float]) -> tuple[float, float]:
+        """Seconds of a switch and of a slice, means. No token comes while the trainer has the cores, so whatever is
+        silent for longer than the quickest step is a slice, or several in which no token was made between."""
+        quickest_s = min(row["time/train"] for row in rows if not row["skipped"])
+        busy_s = sum(row["time/train"] + row["time/publish"] for row in rows)
+        switching_s = sum(gap for gap in gaps if gap > quickest_s) - busy_s
+        return switching_s / len(rows), sum(row["time/step"] for row in rows) / len(rows)
+
+    async def _generation_alone(self, steps: int) -> float:
+        """Groups per second with every slot generating, from the first step's worth of groups to the last."""
+        from engine.rollout.drive import Driver
+        from engine.tasks.source import TaskSource
+
+        config, per_step = self.config, self.config.schedule.groups_per_step
+        driver = Driver(self._generator, self._chat, run_seed=1, worker="bench", engine_build="",
+                        max_in_flight=config.generate.max_in_flight)
+        tasks, ended_s = TaskSource(config.tasks, 1), list[float]()
+        orders = iter(range(1_000_000))
+
+        async def slot() -> None:
+            for order in orders:
+                await driver.group(Lease(
+                    lease_id=f"alone-{steps}-{order}", order=order, task=tasks.next(),
+                    group_size=config.generate.group_size, sampling=Sampling.of(config.generate), served_version=0,
+                ))
+                ended_s.append(now())
+                if len(ended_s) > steps * per_step:
+                    return
+
+        # As many slots as the run has, so that as many are in flight.
+        async with asyncio.TaskGroup() as slots:
+            working = [slots.create_task(slot()) for _ in range(4 * per_step)]
+            await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
+            for one in working:
+                one.cancel()
+        steady = ended_s[per_step : steps * per_step]
+        return (len(steady) - 1) / (steady[-1] - steady[0]) if len(steady) > 1 else 0.0
+
+    async def _training_alone(self) -> float:
+        """Groups per second of the run's own batches."""
+        from engine.train.pack import Packing, build_batch
+        from engine.train.thread import TrainingThread, training_cores
+        from engine.train.trainer import TorchTrainer
+
+        config = self.config
+        packing = Packing(estimator=config.algorithm.advantage, aggregation=config.algorithm.aggregation,
+                          micro_batch_tokens=config.train.micro_batch_tokens,
+                          max_new_tokens=config.generate.max_new_tokens, temperature=config.generate.temperature)
+        await self._generator.interrupt()
+        thread = TrainingThread(training_cores(config.schedule, 0, 1))
+        trainer = await thread.call(TorchTrainer, config, self._model_folder)
+        spent_s: list[float] = []
+        for number, groups in enumerate(self._batches()):
+            batch, _ = build_batch(groups, packing, version=number)
+            started = now()
+            await thread.call(trainer.step, batch)
+            spent_s.append(now() - started)
+        await self._generator.resume()
+        spent_s = spent_s[_EDGE:-_EDGE]
+        return len(spent_s) * config.schedule.groups_per_step / sum(spent_s)
+
+    def _batches(self) -> Iterator[list[Group]]:
+        from engine.observe.metrics import read_groups
+
+        for path in sorted((self._out / "staleness-4" / "rollouts").iterdir()):
+            yield [group for group in read_groups(path) if group.outcome in ("trained", "zero_signal")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("placement", choices=["time_sliced", "split"])
+    parser.add_argument("--steps", type=int, default=18)
+    arguments = parser.parse_args()
+    environment.prepare()
+    with tempfile.TemporaryDirectory() as out:
+        clock.run(Bench(arguments.placement, arguments.steps, Path(out)).measure())
+
+
+if __name__ == "__main__":
+    main()
