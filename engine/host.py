@@ -228,7 +228,8 @@ class Host:
         """Everything before the first step. The trainer takes its memory while the generator sleeps as it will in every
         slice; whether it wakes up as it was decides how deep it may sleep."""
         placement = self._placement = self._place()
-        before = await golden(self._generator) if self._sleeps else None
+        # An engine that has served another run has its weights still.
+        before = await golden(self._generator) if self._sleeps and not self._generator.served_version else None
         self._terminal.status("loading the trainer")
         async with placement.training():
             self._trainer = await self._thread.call(self._build_trainer)
@@ -241,6 +242,7 @@ class Host:
         if before is not None:
             assert isinstance(placement, TimeSlice)
             await self._test_sleep(placement, before, run.route)
+        placement.take_switch_s()  # no step's
         return run
 
     async def _publish_first(self, route: WeightRoute) -> None:
@@ -259,6 +261,11 @@ class Host:
             async with time_slice.training(), time_slice.publishing():
                 await self._publish_first(route)
             await require_golden(before, self._generator, 1)
+        freed = time_slice.measured["generated"] - time_slice.measured["asleep"]
+        # On a CPU a cache that nothing has been written to takes no memory yet.
+        if torch.cuda.is_available() and freed < self._config.generate.kv_cache_gib * 2**29:
+            self._terminal.note(f"the engine's sleep freed {freed / 2**30:.1f} GiB, less than half of its KV cache: is "
+                                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True set?")
         self._recorder.events.write("sleep", level=time_slice.level, **time_slice.measured)
 
     async def _run_steps(self, run: Run) -> int:
