@@ -43,7 +43,7 @@ KEYS: tuple[Key, ...] = (
     Key("reward/std", "reward", "population standard deviation over the rollouts of reward/mean"),
     Key("reward/timeouts", "rollouts", "without a reward because scoring took too long"),
     Key("groups/leased", "groups", "admitted since the previous row"),
-    Key("groups/completed", "groups", "that left the buffer once generated: neither timed out nor refused before that"),
+    Key("groups/completed", "groups", "that left the buffer once generated: neither cut short nor refused before that"),
     Key("groups/trained", "groups", "trained on, zero-signal ones left out"),
     Key("groups/zero_signal", "groups", "selected, but with equal rewards: no gradient"),
     Key("groups/stale", "groups", "dropped: too old to train on"),
@@ -276,7 +276,8 @@ def _env_metrics(left: Sequence[Group], num_trained: int, env: str) -> dict[str,
 
 
 def _completed(left: Sequence[Group]) -> int:
-    return sum(bool(group.rollouts) and group.outcome != "timed_out" for group in left)
+    whole = (group for group in left if all(rollout.stop_reason != "error" for rollout in group.rollouts))
+    return sum(bool(group.rollouts) and group.outcome != "timed_out" for group in whole)
 
 
 def _learned_from(left: Sequence[Group]) -> list[_Member]:
