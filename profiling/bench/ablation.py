@@ -2,7 +2,8 @@
 
 Every run starts from the same weights. A finished run is one line of OUT/rows.jsonl; a run that has one is not made
 again, so that the script can be stopped and started at any time. Printed at the end: reward of the last 10 steps and
-held-out accuracy of every variant, and its paired difference to the first one, with 95 % intervals over the seeds.
+held-out accuracy of every variant, its paired difference to the first one, and the curves, with 95 % intervals over the
+seeds.
 
 Run: python -m profiling.bench.ablation estimators|staleness [--seeds 10] [--out runs/ablation] [section.key=value ...]
 """
@@ -67,6 +68,7 @@ STUDIES: dict[str, dict[str, Variant]] = {
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 14: 2.145, 19: 2.093,
         29: 2.045, 59: 2.001}
 _LAST_STEPS = 10
+_CURVE_STEPS = 20
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -210,6 +212,21 @@ def table(variants: Sequence[str], made: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def curves(variants: Sequence[str], made: Sequence[Outcome]) -> str:
+    """Markdown: a row per variant, mean reward over its seeds of every 20 steps, with intervals."""
+    longest = max(len(row.rewards) for row in made)
+    starts = range(0, longest, _CURVE_STEPS)
+    lines = ["| variant | " + " | ".join(f"{start + 1}-{start + _CURVE_STEPS}" for start in starts) + " |",
+             "|---|" + "---|" * len(starts)]
+    for variant in variants:
+        rows = [row.rewards for row in made if row.variant == variant]
+        cut = [[rewards[start : start + _CURVE_STEPS] for rewards in rows if start < len(rewards)] for start in starts]
+        cells = [_cell(*interval([sum(block) / len(block) for block in blocks])) if blocks else "" for blocks in cut]
+        if rows:
+            lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def _cell(mean: float, half: float) -> str:
     return f"{mean:+.3f} ± {half:.3f}" if mean < 0 else f"{mean:.3f} ± {half:.3f}"
 
@@ -234,7 +251,7 @@ def main() -> None:
               if seed < variant.seeds and (seed, name) not in known]
     if wanted:
         clock.run(_make(Bench(out, arguments.overrides), variants, wanted, rows, made))
-    print(table(list(variants), made))
+    print(table(list(variants), made), curves(list(variants), made), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 from hand_made import config
 
 from engine.config import load
-from profiling.bench.ablation import CONFIG, STUDIES, Outcome, _outcome, interval, table
+from profiling.bench.ablation import CONFIG, STUDIES, Outcome, _outcome, curves, interval, table
 
 
 def outcome(variant: str, seed: int, after: float, last: float = 0.5, reached: int | None = None) -> Outcome:
@@ -37,6 +37,14 @@ def test_differences_are_paired_by_seed() -> None:
     cells = [cell.strip() for cell in second.split("|")[1:-1]]
     assert (cells[0], cells[1], cells[2], cells[4]) == ("b", "2", "0.750 ± 0.000", "0.100 ± 0.000")
     assert cells[5] == "41 (2 of 2 runs)"
+
+
+def test_a_curve_has_a_point_for_every_20_steps() -> None:
+    """Two seeds, 25 steps: .25 and .75 at first, .5 and 1 in the five that are left; 12.706 * .3536 / sqrt(2)."""
+    made = [Outcome("a", seed, (), [first] * 20 + [last] * 5, 0.0, 0.0, None, 60.0)
+            for seed, (first, last) in enumerate([(0.25, 0.5), (0.75, 1.0)])]
+    *_, row = curves(["a", "not run yet"], made).splitlines()
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["a", "0.500 ± 3.176", "0.750 ± 3.176"]
 
 
 def test_an_outcome_is_read_from_the_runs_files(tmp_path: Path) -> None:
