@@ -115,11 +115,14 @@ class Admission:
                     limit = f"schedule.max_staleness = {self._max_staleness}"
                     self._lose(number, "stale", f"admitted {version - served} versions ago, {limit}")
 
-    async def select(self) -> Group:
-        """Wait for the next group that may be trained, and take it."""
+    async def select(self) -> Group | None:
+        """Wait for the next group that may be trained, and take it; None when one was dropped for `max_wait_s` instead,
+        which may let another pass."""
         async with self._changed:
             while (number := self._selectable()) is None:
                 await self._wait_for_change()
+                if self._overdue:
+                    return None
             self._selected.add(number)
             del self._admitted_at[number]
             return self._completed.pop(number)

@@ -399,7 +399,7 @@ def _refuse_contradictions(config: Config) -> None:
         raise ConfigError("train.micro_batch_tokens", value=config.train.micro_batch_tokens,
                           limit=f"one rollout may have generate.max_model_len = {generate.max_model_len} tokens",
                           remedy="raise it to at least that, or lower generate.max_model_len")
-    _refuse_schedules(schedule)
+    _refuse_schedules(config)
     wave = schedule.groups_per_step * generate.group_size
     if schedule.max_staleness == 0 and generate.max_in_flight < wave:
         raise ConfigError("generate.max_in_flight", value=generate.max_in_flight,
@@ -434,8 +434,9 @@ def _refuse_contradictions(config: Config) -> None:
                                      "params.family")
 
 
-def _refuse_schedules(schedule: ScheduleSection) -> None:
-    """Keys of `schedule` that do not go together."""
+def _refuse_schedules(config: Config) -> None:
+    """Keys of `schedule` that do not go together, or not with others."""
+    schedule = config.schedule
     most = 2 if schedule.max_staleness == 1 else max(1, schedule.max_staleness)
     if schedule.steps_per_slice > most:
         raise ConfigError("schedule.steps_per_slice", value=schedule.steps_per_slice,
@@ -445,10 +446,18 @@ def _refuse_schedules(schedule: ScheduleSection) -> None:
         raise ConfigError("schedule.in_flight", value="stale_kv",
                           limit=f"requests do not stay open under placement = {schedule.placement!r}",
                           remedy="set schedule.placement = 'split', or in_flight = 'recompute'")
+    if schedule.max_wait_s >= config.run.stage_timeout_s:
+        raise ConfigError("schedule.max_wait_s", value=schedule.max_wait_s,
+                          limit=f"is not below run.stage_timeout_s = {config.run.stage_timeout_s:g}, the run's end",
+                          remedy="lower it, or raise run.stage_timeout_s")
     if schedule.max_wait_s and schedule.overdue == "drop":
         raise ConfigError("schedule.max_wait_s", value=schedule.max_wait_s,
                           limit="goes with schedule.overdue = 'wait': 'drop' does not wait",
                           remedy="set one of the two")
+    if config.train.offload != "none" and schedule.placement != "time_sliced":
+        raise ConfigError("train.offload", value=config.train.offload,
+                          limit=f"nobody needs the trainer's device under placement = {schedule.placement!r}",
+                          remedy="remove it, or set schedule.placement = 'time_sliced'")
     if schedule.cores and schedule.placement != "split":
         raise ConfigError("schedule.cores", value=schedule.cores,
                           limit=f"cores are not divided under placement = {schedule.placement!r}",

@@ -114,6 +114,8 @@ def engine_environment(log_file: Path, *, cores: Collection[int] = (), first_dev
     if on_gpu:
         # A process that has asked for its devices must not be forked.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        # The worker unpickles the CUDA handles of weights, which this process alone can send it.
+        os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
         if first_device:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             os.environ["CUDA_VISIBLE_DEVICES"] = engine_devices(visible, torch.cuda.device_count(), first_device)

@@ -59,6 +59,7 @@ class Evaluation(Protocol):
 def run_host(config: Config, config_name: str, tasks: TaskSource, scorer: Scorer, evaluate: Evaluation,
              world: World) -> None:
     """A whole training run on this host, from an empty folder to the last checkpoint. Call on the main thread."""
+    generator_share(config)  # refused before anything is made
     folder = create_run_folder(config, config_name)
     terminal = open_terminal(config.observe.terminal, steps=config.run.steps, title=folder.name)
     learner = None
@@ -229,7 +230,8 @@ class Host:
         slice; whether it wakes up as it was decides how deep it may sleep."""
         placement = self._placement = self._place()
         # An engine that has served another run has its weights still.
-        before = await golden(self._generator) if self._sleeps and not self._generator.served_version else None
+        limit_s, fresh = self._config.run.stage_timeout_s, not self._generator.served_version
+        before = await golden(self._generator, limit_s) if self._sleeps and fresh else None
         self._terminal.status("loading the trainer")
         async with placement.training():
             self._trainer = await self._thread.call(self._build_trainer)
@@ -250,9 +252,9 @@ class Host:
 
     async def _test_sleep(self, time_slice: TimeSlice, before: Segment, route: WeightRoute) -> None:
         """One level less deep when the generator does not wake up as it was; at level 1 that ends the run."""
-        level = time_slice.level
+        level, limit_s = time_slice.level, self._config.run.stage_timeout_s
         try:
-            await require_golden(before, self._generator, level)
+            await require_golden(before, self._generator, level, limit_s)
         except GenerationError:
             if level == 1:
                 raise
@@ -260,7 +262,7 @@ class Host:
             time_slice.level = 1
             async with time_slice.training(), time_slice.publishing():
                 await self._publish_first(route)
-            await require_golden(before, self._generator, 1)
+            await require_golden(before, self._generator, 1, limit_s)
         freed = time_slice.measured["generated"] - time_slice.measured["asleep"]
         # On a CPU a cache that nothing has been written to takes no memory yet.
         if torch.cuda.is_available() and freed < self._config.generate.kv_cache_gib * 2**29:
@@ -352,7 +354,8 @@ class Host:
 
     async def _save_if_due(self, step: int) -> None:
         every = self._config.checkpoint.every
-        if step == self._config.run.steps or (every and step % every == 0):
+        # Asked to stop: saved at once, before the generator gets anything back.
+        if step == self._config.run.steps or self._stop.is_set() or (every and step % every == 0):
             await self._save(step)
 
     async def _evaluate_if_due(self, step: int, timings: Timings) -> None:

@@ -200,9 +200,10 @@ async def train(run: Run) -> int:
                 ready = ready or await select(run, 1, timings)
                 if not ready:
                     return step
-            async with run.placement.publishing():
-                if run.trainer.version != served or run.placement.must_publish:
-                    await _publish(run, timings)
+            if run.placement.exclusive or run.trainer.version != served:
+                async with run.placement.publishing():
+                    if run.trainer.version != served or run.placement.must_publish:
+                        await _publish(run, timings)
             await run.evaluate(step, timings)
         # Outside the slice: nothing holds back a wave, which begins as soon as its groups are admitted.
         await run.admission.published()
@@ -301,25 +302,25 @@ async def _next_ready(run: Run, version: int) -> Group | None:
     """
     limit_s = run.config.run.stage_timeout_s
     await run.admission.drop_stale(version)
-    await _let_go(run)
-    ready = asyncio.ensure_future(run.admission.select())
-    stopping = asyncio.ensure_future(run.stop.wait())
-    try:
-        await asyncio.wait({ready, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        if stopping.done():
-            return None
-        if not ready.done():
-            raise StalledError(
-                f"generation or scoring: no group became ready within {limit_s} s, "
-                f"{run.admission.open_groups} are open",
-                remedy="look at engine.log in the run folder, or raise run.stage_timeout_s",
-            )
-        group = await ready
-    finally:
-        ready.cancel()
-        stopping.cancel()
-    await _let_go(run)
-    return group
+    while True:
+        await _let_go(run)
+        ready = asyncio.ensure_future(run.admission.select())
+        stopping = asyncio.ensure_future(run.stop.wait())
+        try:
+            await asyncio.wait({ready, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if stopping.done():
+                return None
+            if not ready.done():
+                raise StalledError(
+                    f"generation or scoring: no group became ready within {limit_s} s, "
+                    f"{run.admission.open_groups} are open",
+                    remedy="look at engine.log in the run folder, or raise run.stage_timeout_s",
+                )
+            if group := await ready:
+                return group
+        finally:
+            ready.cancel()
+            stopping.cancel()
 
 
 async def _let_go(run: Run) -> None:

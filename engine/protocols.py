@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from engine.types import Batch, Rollout, Segment, SegmentRequest, Task, Version
 
 SleepLevel = Literal[0, 1, 2]
+InThread = Callable[..., Awaitable[Any]]
+"""Runs a synchronous function in the training thread: `TrainingThread.call`."""
 
 
 class Generator(Protocol):

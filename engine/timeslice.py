@@ -19,11 +19,9 @@ import numpy as np
 
 from engine.clock import now, within
 from engine.errors import GenerationError
-from engine.protocols import Generator, SleepLevel, Trainer
+from engine.protocols import Generator, InThread, SleepLevel, Trainer
 from engine.types import Segment, SegmentRequest
 
-InThread = Callable[..., Awaitable[Any]]
-"""Runs a synchronous function in the training thread: `TrainingThread.call`."""
 InFlight = Literal["recompute", "stale_kv", "drain"]
 Offload = Literal["none", "optimizer", "all"]
 
@@ -198,13 +196,14 @@ class Split(_Switches):
         """Nothing that the trainer needs."""
 
 
-async def require_golden(before: Segment, generator: Generator, level: int) -> None:
+async def require_golden(before: Segment, generator: Generator, level: int, limit_s: float) -> None:
     """After one whole switch with unchanged weights the generator must answer as it did before.
 
     Raises:
         GenerationError: it does not.
+        StalledError: it took more than `limit_s`.
     """
-    after = await golden(generator)
+    after = await golden(generator, limit_s)
     if np.array_equal(before.token_ids, after.token_ids):
         worst = float(np.abs(before.logprobs - after.logprobs).max())
         if worst < _GOLDEN_NATS:
@@ -213,9 +212,14 @@ async def require_golden(before: Segment, generator: Generator, level: int) -> N
                           remedy=f"set generate.sleep_level = {level - 1}")
 
 
-async def golden(generator: Generator) -> Segment:
-    """A few greedy tokens and their log-probs, for `require_golden`."""
+async def golden(generator: Generator, limit_s: float) -> Segment:
+    """A few greedy tokens and their log-probs, for `require_golden`.
+
+    Raises:
+        StalledError: they took more than `limit_s`.
+    """
     prompt = np.arange(1, 9, dtype=np.int32)
-    return await generator.generate(
-        SegmentRequest(request_id="golden", token_ids=prompt, max_new_tokens=_GOLDEN_TOKENS, temperature=0.0, seed=0)
+    request = SegmentRequest(
+        request_id="golden", token_ids=prompt, max_new_tokens=_GOLDEN_TOKENS, temperature=0.0, seed=0
     )
+    return await within(limit_s, "the engine's first tokens", generator.generate(request))

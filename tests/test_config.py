@@ -151,6 +151,10 @@ def test_schedules_that_contradict_themselves_are_refused_and_others_are_not(bas
     with pytest.raises(ConfigError, match=r"(?s)max_wait_s = 5\.0: goes with .*'wait'.*one of the two"):
         load(base, ["schedule.max_wait_s=5.0", "schedule.overdue=drop"])
     load(base, ["schedule.max_wait_s=5.0"])
+    with pytest.raises(ConfigError, match=r"(?s)max_wait_s = 5\.0: is not below run.stage_timeout_s = 5.*lower it"):
+        load(base, ["schedule.max_wait_s=5.0", "run.stage_timeout_s=5"])
+    with pytest.raises(ConfigError, match=r"(?s)offload = 'all': nobody needs .*'split'.*remove it"):
+        load(base, ["train.offload=all", "schedule.placement=split"])
     load(base, ["schedule.overdue=drop"])
     for in_flight in ("recompute", "stale_kv", "drain"):
         load(base, [split, f"schedule.in_flight={in_flight}"])

@@ -228,14 +228,14 @@ def test_weights_that_were_dropped_must_be_published(level: Literal[0, 1, 2], al
 def test_the_golden_answer_is_the_same_for_the_same_weights() -> None:
     async def main() -> None:
         generator = FakeGenerator(length=lambda request: request.max_new_tokens)
-        before = await golden(generator)
+        before = await golden(generator, 60.0)
         assert len(before.token_ids) == 4
-        await require_golden(before, generator, 2)
+        await require_golden(before, generator, 2, 60.0)
         for off in (0.01, -0.01):
-            await require_golden(replace(before, logprobs=before.logprobs + off), generator, 2)
+            await require_golden(replace(before, logprobs=before.logprobs + off), generator, 2, 60.0)
         generator.set_version(1)
         with pytest.raises(GenerationError) as changed:
-            await require_golden(before, generator, 2)
+            await require_golden(before, generator, 2, 60.0)
         message, _, remedy = str(changed.value).partition("\n  -> ")
         assert message == "the generator's log-probs are not what they were before its sleep of level 2"
         assert remedy == "set generate.sleep_level = 1"
@@ -247,10 +247,10 @@ def test_the_golden_answer_is_the_same_for_the_same_weights() -> None:
 def test_log_probs_that_moved_are_told_by_one_token(off: float) -> None:
     async def main() -> None:
         generator = FakeGenerator(length=lambda request: request.max_new_tokens)
-        before = await golden(generator)
+        before = await golden(generator, 60.0)
         logprobs = before.logprobs.copy()
         logprobs[2] += off
         with pytest.raises(GenerationError, match=r"level 1\n  -> set generate\.sleep_level = 0"):
-            await require_golden(replace(before, logprobs=logprobs), generator, 1)
+            await require_golden(replace(before, logprobs=logprobs), generator, 1, 60.0)
 
     run_virtual(main())

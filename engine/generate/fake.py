@@ -104,6 +104,7 @@ class FakeGenerator:
         if self._closed:
             raise GenerationError("the generator is closed")
         self._require_idle("a wave was asked for")
+        self._require_weights()
         self._paused = False  # holding back concerns `generate` alone
         return await asyncio.gather(*[self._submit(request) for request in requests])
 
@@ -125,8 +126,7 @@ class FakeGenerator:
                 request.cached = False
 
     async def resume(self) -> None:
-        if self._weights_dropped:
-            raise GenerationError("the generator is to resume, but sleep dropped its weights and none were published")
+        self._require_weights()
         self._paused = False
         self._going.set()
         self._start_clock()
@@ -137,7 +137,7 @@ class FakeGenerator:
 
     async def sleep(self, level: SleepLevel) -> None:
         self._require_idle("sleep was asked for")
-        self._weights_dropped = level == 2
+        self._weights_dropped |= level == 2
         await asyncio.sleep(self._sleep_s if level else 0)
 
     async def wake(self, what: Literal["weights", "kv_cache"]) -> None:
@@ -165,6 +165,10 @@ class FakeGenerator:
         self.num_requests += 1
         self._start_clock()
         return request.ended
+
+    def _require_weights(self) -> None:
+        if self._weights_dropped:
+            raise GenerationError("sleep dropped the generator's weights, and none were published since")
 
     def _require_idle(self, what: str) -> None:
         if self._in_flight():

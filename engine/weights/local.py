@@ -9,10 +9,12 @@ adds the version, which vLLM's leave out.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import mmap
 import os
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import pickle
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -31,12 +33,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
-from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.network_utils import get_open_port
 
+from engine.protocols import InThread
 from engine.types import Version
 from engine.vllm_plugin import SHARED_MEMORY_BACKEND, calling_the_engine, register_weight_transfer
 
@@ -194,16 +197,16 @@ def views(memory: mmap.mmap, metas: list[ParamMeta]) -> Iterator[tuple[str, torc
         offset += _nbytes(meta)
 
 
-def _sender_info(backend: str) -> TrainerInitInfo:
-    match backend:
-        case "ipc":
-            return IPCTrainerInitInfo(rank=0)
-        case "nccl":
-            # Two members: this rank, and the engine's one worker.
-            port = get_open_port()
-            return NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=port, world_size=2)
-        case _:
-            return SharedMemoryTrainerInit(rank=0)
+class SoleIPCSender(IPCTrainerWeightTransferEngine):
+    """vLLM's own gathers handles from every rank for an engine with a worker beside each. Ours has one worker, beside
+    this rank; the others have no handles, and wait for commands, not in a collective."""
+
+    def _all_gather_and_merge_handles(self, handles: list[dict[str, tuple[Any, ...]]]) -> list[dict[str, Any]]:
+        return handles
+
+    @staticmethod
+    def _post_send_sync() -> None:
+        torch.cuda.ipc_collect()
 
 
 class UpdatableEngine(Protocol):
@@ -225,10 +228,6 @@ class UpdatableGenerator(Protocol):
     def serves(self, number: int) -> None: ...
 
 
-InThread = Callable[..., Awaitable[Any]]
-"""Runs a synchronous function in the training thread: `TrainingThread.call`."""
-
-
 class LoopClient:
     """vLLM's synchronous client protocol, called in the training thread, answered on the event loop."""
 
@@ -244,6 +243,10 @@ class LoopClient:
         self._call(self._engine.start_weight_update())
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
+        if isinstance(update_info, dict) and "ipc_handles" in update_info:
+            # vLLM's encoder takes no CUDA handles; its worker takes them pickled, which environment.py allows.
+            pickled = base64.b64encode(pickle.dumps(update_info.pop("ipc_handles"))).decode()
+            update_info |= {"ipc_handles_pickled": pickled}
         self._call(self._engine.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -273,8 +276,18 @@ class LocalRoute:
 
     def _send(self, number: int) -> str:
         if self._sender is None:
-            info = _sender_info(self._generator.transfer_backend)
-            self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
+            self._sender = self._connect(self._generator.transfer_backend)
         self._client.number = number
         self._sender.send_weights()
         return self._source.digest
+
+    def _connect(self, backend: str) -> TrainerWeightTransferEngine[Any]:
+        make: Any = WeightTransferTrainerFactory.trainer_init
+        info: TrainerInitInfo = SharedMemoryTrainerInit(rank=0)
+        if backend == "ipc":
+            make, info = SoleIPCSender.trainer_init, IPCTrainerInitInfo(rank=0)
+        elif backend == "nccl":
+            # Two members: this rank, and the engine's one worker.
+            port = get_open_port()
+            info = NCCLTrainerInitInfo(rank=0, master_address="127.0.0.1", master_port=port, world_size=2)
+        return make(info, client=self._client, source=self._source)

@@ -138,7 +138,7 @@ class HeldAdmission(Admission):
     """Holds staleness at `max_staleness` - 1: a step begins when every slot holds a completed group, so that each group
     waits for as many versions as there are steps' worth of groups before it."""
 
-    async def select(self) -> Group:
+    async def select(self) -> Group | None:
         async with self._changed:
             if not self._selected:
                 await self._changed.wait_for(lambda: not self._open and (not self._free or not self._left_to_admit))
