@@ -20,7 +20,7 @@ from engine import clock
 from engine.admission import Admission
 from engine.config import Config
 from engine.environment import divide_cores, end_children, engine_environment
-from engine.errors import ConfigError, GenerationError
+from engine.errors import ConfigError
 from engine.generate.fake import FakeGenerator
 from engine.generate.replay import ReplayGenerator
 from engine.loop import Run, run_stages
@@ -33,7 +33,7 @@ from engine.rollout.chat import Chat, open_chat
 from engine.rollout.drive import Driver
 from engine.supervised import supervise
 from engine.tasks.source import TaskSource
-from engine.timeslice import Placement, Split, TimeSlice, golden, require_golden
+from engine.timeslice import Placement, Split, TimeSlice, golden, settle_level
 from engine.train.model import end_token_ids, materialise
 from engine.train.pack import Packing
 from engine.train.rank import Learner, World
@@ -251,18 +251,8 @@ class Host:
         await clock.within(self._config.run.stage_timeout_s, "the weight update", route.publish(0))
 
     async def _test_sleep(self, time_slice: TimeSlice, before: Segment, route: WeightRoute) -> None:
-        """One level less deep when the generator does not wake up as it was; at level 1 that ends the run."""
-        level, limit_s = time_slice.level, self._config.run.stage_timeout_s
-        try:
-            await require_golden(before, self._generator, level, limit_s)
-        except GenerationError:
-            if level == 1:
-                raise
-            self._terminal.note("generate.sleep_level = 2 changes log-probs on this engine: going on with 1")
-            time_slice.level = 1
-            async with time_slice.training(), time_slice.publishing():
-                await self._publish_first(route)
-            await require_golden(before, self._generator, 1, limit_s)
+        await settle_level(time_slice, self._generator, before, lambda: self._publish_first(route), self._terminal.note,
+                           self._config.run.stage_timeout_s)
         freed = time_slice.measured["generated"] - time_slice.measured["asleep"]
         # On a CPU a cache that nothing has been written to takes no memory yet.
         if torch.cuda.is_available() and freed < self._config.generate.kv_cache_gib * 2**29:

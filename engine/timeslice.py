@@ -196,6 +196,26 @@ class Split(_Switches):
         """Nothing that the trainer needs."""
 
 
+async def settle_level(time_slice: TimeSlice, generator: Generator, before: Segment,
+                       publish: Callable[[], Awaitable[None]], warn: Callable[[str], None], limit_s: float) -> None:
+    """Start-up self-test, after a first slice: one level less deep when the generator did not wake up as it was.
+
+    Raises:
+        GenerationError: level 1 does not leave it as it was either.
+        StalledError: it took more than `limit_s`.
+    """
+    try:
+        await require_golden(before, generator, time_slice.level, limit_s)
+    except GenerationError:
+        if time_slice.level == 1:
+            raise
+        warn("generate.sleep_level = 2 changes log-probs on this engine: going on with 1")
+        time_slice.level = 1
+        async with time_slice.training(), time_slice.publishing():
+            await publish()
+        await require_golden(before, generator, 1, limit_s)
+
+
 async def require_golden(before: Segment, generator: Generator, level: int, limit_s: float) -> None:
     """After one whole switch with unchanged weights the generator must answer as it did before.
 

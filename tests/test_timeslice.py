@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from engine.clock import now, run_virtual
 from engine.errors import GenerationError, StalledError
 from engine.generate.fake import FakeGenerator
-from engine.timeslice import InFlight, Offload, Placement, Split, TimeSlice, golden, require_golden
+from engine.protocols import SleepLevel
+from engine.timeslice import InFlight, Offload, Placement, Split, TimeSlice, golden, require_golden, settle_level
+from engine.types import Segment, SegmentRequest
 
 
 class Calls:
@@ -239,6 +241,49 @@ def test_the_golden_answer_is_the_same_for_the_same_weights() -> None:
         message, _, remedy = str(changed.value).partition("\n  -> ")
         assert message == "the generator's log-probs are not what they were before its sleep of level 2"
         assert remedy == "set generate.sleep_level = 1"
+
+    run_virtual(main())
+
+
+class Forgetful(FakeGenerator):
+    """After a sleep as deep as `from_level` its log-probs are off, until weights come after a lighter one."""
+
+    from_level = 2
+
+    async def sleep(self, level: SleepLevel) -> None:
+        await super().sleep(level)
+        self.off = 0.5 if level >= self.from_level else 0.0
+
+    async def generate(self, request: SegmentRequest) -> Segment:
+        segment = await super().generate(request)
+        return replace(segment, logprobs=segment.logprobs + self.off)
+
+
+@pytest.mark.parametrize(("from_level", "settled", "warnings"), [(3, 2, 0), (2, 1, 1), (1, 0, 1)])
+def test_the_start_settles_for_the_level_that_leaves_log_probs_alone(
+    from_level: int, settled: int, warnings: int
+) -> None:
+    async def main() -> None:
+        generator = Forgetful(length=lambda request: request.max_new_tokens)
+        generator.from_level, generator.off = from_level, 0.0
+        before = await golden(generator, 60.0)
+        one = TimeSlice(generator, Calls().in_thread, level=2, in_flight="recompute", offload="none", limit_s=60.0)
+        warned: list[str] = []
+
+        async def publish() -> None:
+            generator.set_version(0)
+
+        async with one.training(), one.publishing():
+            await publish()
+        settling = settle_level(one, generator, before, publish, warned.append, 60.0)
+        if settled:
+            await settling
+            assert one.level == settled
+        else:
+            with pytest.raises(GenerationError, match="level 1"):
+                await settling
+        assert len(warned) == warnings
+        assert (await golden(generator, 60.0)).token_ids.tolist() == before.token_ids.tolist()
 
     run_virtual(main())
 
