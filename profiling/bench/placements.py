@@ -1,6 +1,6 @@
 """P2, P3 and P10 for real: the quickstart's engine, trainer and tasks, on this machine's cores.
 
-Throughput is groups trained per second in a run at `max_staleness` 4, whose learning rate is too small to change the
+Throughput is groups trained per second in a run at `--max-staleness`, whose learning rate is too small to change the
 completions; its first and last four steps, in which the slots fill and empty, are left out. Its bound is what the
 stages can do alone on the cores that they have in the run: g, generation with as many completions in flight and nobody
 training, and t, the very batches of the run trained with nobody generating. `split` is bound by the slower,
@@ -8,7 +8,7 @@ training, and t, the very batches of the run trained with nobody generating. `sp
 `max_staleness` 0, and P10, the seconds from a slice's last token to the next token, less training and publishing, over
 the seconds of the slice.
 
-Run: python -m profiling.bench.placements time_sliced|split [--steps 18]
+Run: python -m profiling.bench.placements time_sliced|split [--steps 18] [--max-staleness 4]
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Tokens:
 class Bench:
     """One engine, several runs and measurements on it."""
 
-    def __init__(self, placement: str, steps: int, out: Path) -> None:
+    def __init__(self, placement: str, steps: int, max_staleness: int, out: Path) -> None:
         from engine.host import build_generator
         from engine.observe.terminal import SilentTerminal
         from engine.rollout.chat import open_chat
         from engine.train.model import materialise
 
-        self._placement, self._steps, self._out = placement, steps, out
-        self.config = self._configured(4)
+        self._placement, self._steps, self._max_staleness, self._out = placement, steps, max_staleness, out
+        self.config = self._configured(max_staleness)
         self._model_folder = materialise(self.config.model.path)
         self._chat = open_chat(self.config, self._model_folder)
         self._generator: Any = build_generator(self.config, self._model_folder, out, SilentTerminal())
@@ -84,7 +84,7 @@ class Bench:
         watching = asyncio.ensure_future(tokens.watch())
         await self._generation_alone(2)  # the first tokens pay for the kernels
         apart, begun_s = self._placement == "split", now()
-        rows = await self._run(4)
+        rows = await self._run(self._max_staleness)
         watching.cancel()
         # In turns alone: a device that waits for the other by design says nothing.
         plain = 0.0 if apart else self._throughput(await self._run(0))
@@ -96,7 +96,7 @@ class Bench:
         goal = ".9" if apart else ".95"
         stale = max(row["staleness/max"] or 0 for row in rows)
         print(f"groups/s: generation alone {generation:.3f}, training alone {training:.3f}, "
-              f"max_staleness 4 {asynchronous:.3f} (largest staleness {stale})")
+              f"max_staleness {self._max_staleness} {asynchronous:.3f} (largest staleness {stale})")
         print(f"P2 {self._placement} / {'slower stage' if apart else 'its limit'} {asynchronous / bound:.3f} "
               f"(goal >= {goal})")
         if not apart:
@@ -160,7 +160,7 @@ class Bench:
 
         # As many slots as the run has, so that as many are in flight.
         async with asyncio.TaskGroup() as slots:
-            working = [slots.create_task(slot()) for _ in range(4 * per_step)]
+            working = [slots.create_task(slot()) for _ in range(max(2, self._max_staleness) * per_step)]
             await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
             for one in working:
                 one.cancel()
@@ -193,7 +193,7 @@ class Bench:
     def _batches(self) -> Iterator[list[Group]]:
         from engine.observe.metrics import read_groups
 
-        for path in sorted((self._out / "staleness-4" / "rollouts").iterdir()):
+        for path in sorted((self._out / f"staleness-{self._max_staleness}" / "rollouts").iterdir()):
             yield [group for group in read_groups(path) if group.outcome in ("trained", "zero_signal")]
 
 
@@ -201,10 +201,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("placement", choices=["time_sliced", "split"])
     parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--max-staleness", type=int, default=4)
     arguments = parser.parse_args()
     environment.prepare()
     with tempfile.TemporaryDirectory() as out:
-        clock.run(Bench(arguments.placement, arguments.steps, Path(out)).measure())
+        clock.run(Bench(arguments.placement, arguments.steps, arguments.max_staleness, Path(out)).measure())
 
 
 if __name__ == "__main__":
