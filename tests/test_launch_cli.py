@@ -74,7 +74,7 @@ def test_an_uncorrected_loss_is_warned_of_and_a_supervised_one_is_not() -> None:
         (["run.steps=many"], 2, ["run.steps = 'many'", "a whole number"]),
         (["algorithm.preset=grpo"], 2, ["algorithm.preset = 'grpo'", "'cispo'"]),
         (["algorithm.correction=tis", "--dry-run"], 2, ["algorithm.correction = 'tis'", "count twice", "'proximal'"]),
-        (["schedule.placement=split"], 2, ["schedule.placement = 'split'", "not built yet", "'time_sliced'"]),
+        (["schedule.placement=remote"], 2, ["schedule.placement = 'remote'", "not built yet", "'time_sliced'"]),
         (["generate.top_p=0.9"], 2, ["generate.top_p = 0.9", "full sampling distribution", "remove it"]),
         (
             ["generate.max_new_tokens=256", "generate.max_model_len=256"],
