@@ -19,6 +19,7 @@ its steps the other stages are cancelled. A stage that fails, or returns, ends t
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -166,11 +167,9 @@ async def score(run: Run) -> None:
 
     async def one(group: Group) -> None:
         verdict = await judge(run.scorer, group)
-        if _has_gone(run, verdict.group):
+        if verdict.accepted and await run.admission.complete(verdict.group):
             return
-        if verdict.accepted:
-            await run.admission.complete(verdict.group)
-        else:
+        if not _has_gone(run, verdict.group):
             await reject(run, verdict.group, verdict.reason)
 
     async with asyncio.TaskGroup() as open_verdicts:
@@ -285,12 +284,13 @@ async def _select_step(run: Run, version: int) -> list[Group] | None:
             if group is None:
                 return None
             fresh.append(group)
-        silent = [group for group in fresh if not has_signal(group)][:others]
-        others -= len(silent)
+        silent = {group.lease.order: group for group in fresh if others and not has_signal(group)}
+        replaced = dict(itertools.islice(silent.items(), others))
+        others -= len(replaced)
         # All at once: what replaces them at max_staleness 0 is one wave.
-        await run.admission.drop(*(group.lease.order for group in silent))
-        run.dropped += [with_fate(group, signal=False) for group in silent]
-        chosen += [group for group in fresh if group not in silent]
+        await run.admission.drop(*replaced)
+        run.dropped += [with_fate(group, signal=False) for group in replaced.values()]
+        chosen += [group for group in fresh if group.lease.order not in replaced]
     return chosen
 
 
