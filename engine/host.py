@@ -7,13 +7,11 @@ import importlib.metadata
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
 import torch
 
 from engine import clock
@@ -24,6 +22,7 @@ from engine.errors import ConfigError
 from engine.generate.fake import FakeGenerator
 from engine.generate.replay import ReplayGenerator
 from engine.loop import Run, run_stages
+from engine.observe.folder import create_run_folder
 from engine.observe.memory import used_memory
 from engine.observe.metrics import Value
 from engine.observe.recorder import Recorder, Timings
@@ -76,44 +75,6 @@ def run_host(config: Config, config_name: str, tasks: TaskSource, scorer: Scorer
         if learner is not None:
             learner.close()
         terminal.close()
-
-
-def create_run_folder(config: Config, config_name: str) -> Path:
-    """A new folder runs/NAME with the resolved configuration.
-
-    Raises:
-        ConfigError: a folder of that name holds a run, or something else.
-    """
-    parent = Path(config.run.dir).expanduser()
-    text = msgspec.toml.encode(config)
-    name = config.run.name or f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = [parent / name]
-    if not config.run.name:
-        candidates += [parent / f"{name}-{count}" for count in range(2, 100)]
-    for folder in candidates:
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            # One without a step may be another run's that starts in this second: taken only if it was asked for.
-            if not config.run.name or not folder.is_dir() or _holds_a_run(folder):
-                continue
-        except OSError as error:
-            raise ConfigError(
-                "run.dir", value=config.run.dir, limit=f"cannot be written ({error.strerror})", remedy="name another"
-            ) from error
-        (folder / "config.toml").write_bytes(text)
-        return folder
-    raise ConfigError(
-        "run.name", value=config.run.name, limit=f"{candidates[0]} holds something already",
-        remedy="choose another name, or delete that folder",
-    )
-
-
-def _holds_a_run(folder: Path) -> bool:
-    """Whether anything would be lost: a start that failed before the first step leaves nothing worth keeping."""
-    rows = folder / "metrics.jsonl"
-    known = (folder / "config.toml").is_file() or not any(folder.iterdir())
-    return not known or (rows.is_file() and rows.stat().st_size > 0)
 
 
 def build_generator(config: Config, model_folder: Path, folder: Path, terminal: Terminal) -> Generator:

@@ -8,13 +8,12 @@ Run: python -m profiling.bench.loop_lag
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from engine import clock, environment
+from engine import environment
 
 STEPS = 6
 GOAL_MS = 10.0
@@ -66,14 +65,9 @@ async def measure(generator: Any, config: Any, folder: Path) -> None:
 
 def main() -> None:
     environment.prepare()
-    from engine.train.model import materialise
-    from profiling.bench.setup import quickstart, start_engine
+    from profiling.bench.setup import on_engine
 
-    config = quickstart()
-    folder = materialise(config.model.path)
-    with tempfile.TemporaryDirectory() as work:
-        generator = start_engine(config, folder, Path(work) / "engine.log")
-        clock.run(measure(generator, config, folder))
+    on_engine(measure)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from engine import clock
 from engine.config import Config, load
 from engine.environment import engine_environment
 from engine.types import Batch, MicroBatch, SegmentRequest
@@ -28,6 +31,16 @@ def start_engine(config: Config, folder: Path, log_file: Path, worker_extension:
             folder, config.generate, dtype=config.engine_dtype, seed=0, end_token_ids=end_token_ids(folder),
             log_file=log_file, worker_extension=worker_extension,
         )
+
+
+def on_engine(measure: Callable[[Any, Config, Path], Coroutine[Any, Any, None]], extension: str = "") -> None:
+    """Run a bench's `measure` with the quickstart's engine, configuration and model folder."""
+    from engine.train.model import materialise
+
+    config = quickstart()
+    folder = materialise(config.model.path)
+    with tempfile.TemporaryDirectory() as work:
+        clock.run(measure(start_engine(config, folder, Path(work) / "engine.log", extension), config, folder))
 
 
 def quickstart() -> Config:

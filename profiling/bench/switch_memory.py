@@ -9,17 +9,17 @@ Run: python -m profiling.bench.switch_memory
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from engine import clock, environment
+from engine import environment
 from engine.generate.cpu_sleep import CpuSleep
 
 if TYPE_CHECKING:
+    from engine.config import Config
     from engine.generate.vllm import VllmGenerator
 
 ROUNDS = 5
@@ -41,7 +41,7 @@ class WorkerExtension(CpuSleep):
         return psutil.Process().memory_info().rss
 
 
-async def measure(generator: VllmGenerator) -> None:
+async def measure(generator: VllmGenerator, config: Config, folder: Path) -> None:
     """Sleep and wake several times with a full cache; level 2 last, since no weights follow."""
     await generator.open()
     await generator.interrupt()
@@ -71,15 +71,9 @@ async def _round(generator: VllmGenerator) -> tuple[float, float, float]:
 
 def main() -> None:
     environment.prepare()
-    from engine.train.model import materialise
-    from profiling.bench.setup import quickstart, start_engine
+    from profiling.bench.setup import on_engine
 
-    config = quickstart()
-    folder = materialise(config.model.path)
-    with tempfile.TemporaryDirectory() as work:
-        extension = "profiling.bench.switch_memory.WorkerExtension"
-        generator = start_engine(config, folder, Path(work) / "engine.log", extension)
-        clock.run(measure(generator))
+    on_engine(measure, "profiling.bench.switch_memory.WorkerExtension")
 
 
 if __name__ == "__main__":

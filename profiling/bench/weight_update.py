@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import mmap
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from engine import clock, environment
+from engine import environment
 from engine.generate.cpu_sleep import CpuSleep
 
 ROUNDS = 9
@@ -106,15 +105,9 @@ async def measure(generator: Any, config: Any, folder: Path) -> None:
 
 def main() -> None:
     environment.prepare()
-    from engine.train.model import materialise
-    from profiling.bench.setup import quickstart, start_engine
+    from profiling.bench.setup import on_engine
 
-    config = quickstart()
-    folder = materialise(config.model.path)
-    with tempfile.TemporaryDirectory() as work:
-        extension = "profiling.bench.weight_update.WorkerExtension"
-        generator = start_engine(config, folder, Path(work) / "engine.log", extension)
-        clock.run(measure(generator, config, folder))
+    on_engine(measure, "profiling.bench.weight_update.WorkerExtension")
 
 
 if __name__ == "__main__":

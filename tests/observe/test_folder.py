@@ -8,7 +8,7 @@ import pytest
 from hand_made import config
 
 from engine.errors import ConfigError
-from engine.host import create_run_folder
+from engine.observe.folder import create_run_folder
 
 
 def named(parent: Path) -> Path:
