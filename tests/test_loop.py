@@ -660,6 +660,20 @@ def test_a_step_consumes_three_times_its_groups_at_most(
     assert sum(row["groups/leased"] for row in made.rows) == 16  # pyright: ignore
 
 
+def test_split_does_not_hold_the_generator_for_steps_that_change_nothing(parts: Callable[..., Parts]) -> None:
+    class Pausing(FakeGenerator):
+        paused = 0
+
+        async def pause(self, *, clear_cache: bool) -> None:
+            self.paused += 1
+            await super().pause(clear_cache=clear_cache)
+
+    silent = generator(Pausing)
+    run_virtual(parts(steps=3, generator=silent, scorer=Silent(lambda _: True), max_staleness=1,
+                      schedule={"placement": "split"}).stages())
+    assert silent.paused == 0  # pyright: ignore
+
+
 def test_a_constant_reward_skips_every_step(parts: Callable[..., Parts]) -> None:
     made = parts(steps=3, scorer=Silent(lambda _: True), max_staleness=1, schedule={"refill": True})
     assert run_virtual(made.stages()) == 3

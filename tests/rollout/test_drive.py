@@ -76,6 +76,25 @@ def driver(generator: FakeGenerator, chat: Chat, run_seed: int = 1) -> Driver:
     return Driver(generator, chat, run_seed=run_seed, worker="here", engine_build="fake 1", max_in_flight=256)
 
 
+def test_no_more_rollouts_are_under_way_than_may_be_oldest_first(chat: Chat) -> None:
+    """Two of four at a time, three tokens each; the two keep their places over an interruption."""
+
+    async def main() -> Recording:
+        generator = Recording(length=lambda request: request.max_new_tokens - 97, step_s=1.0)
+        working = asyncio.ensure_future(Driver(
+            generator, chat, run_seed=1, worker="here", engine_build="", max_in_flight=2
+        ).group(lease(group_size=4, max_new_tokens=100)))
+        await asyncio.sleep(0.5)
+        assert [request.request_id for request in generator.requests] == ["0000000/0/0", "0000000/1/0"]
+        await generator.interrupt()
+        await generator.resume()
+        await working
+        return generator
+
+    asked = [request.request_id for request in run_virtual(main()).requests]
+    assert asked[2:] == ["0000000/0/1", "0000000/1/1", "0000000/2/0", "0000000/3/0"]
+
+
 def slices(generator: Recording, *at_s: tuple[float, int]) -> Callable[[], Coroutine[Any, Any, None]]:
     """At each of these times: interrupt for ten seconds, and serve that version from then on."""
 
