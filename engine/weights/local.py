@@ -15,6 +15,7 @@ import mmap
 import os
 import pickle
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -74,6 +75,13 @@ class MasterWeights(WeightSource):
             running.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
             yield name, tensor
         self.digest = running.hexdigest()
+
+
+class UncastWeights(MasterWeights):
+    """For memory that casts whatever is copied to it and is digested where it lies."""
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._policy.full_parameters())
 
 
 @dataclass
@@ -136,12 +144,15 @@ class SharedMemoryTrainerInit(TrainerInitInfo):
 
 
 class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
-    """The trainer's side: writes all weights to one block of anonymous shared memory, then drives the update."""
+    """The trainer's side: writes all weights to one block of anonymous shared memory, then drives the update. `digest`
+    is that of what was sent last, as `MasterWeights` has it; it is taken while the engine loads."""
 
     init_info_cls = SharedMemoryTrainerInit
+    digest: str
     _metas: list[ParamMeta]
     _file: int
     _memory: mmap.mmap
+    _digesting: ThreadPoolExecutor
 
     @classmethod
     def trainer_init(
@@ -155,6 +166,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
         sender._file = os.memfd_create("farfield-weights")
         os.ftruncate(sender._file, size)
         sender._memory = mmap.mmap(sender._file, size)
+        sender._digesting = ThreadPoolExecutor(1, "weights-digest")
         if sender.is_sender:
             client.init_weight_transfer_engine({})
         return sender
@@ -168,6 +180,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
             target.copy_(tensor)
         if not self.is_sender:
             return
+        digest = self._digesting.submit(_digest, self._memory, self._metas)
         self.client.start_weight_update()
         self.client.update_weights(
             {
@@ -178,10 +191,20 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
             }
         )
         self.client.finish_weight_update()
+        self.digest = digest.result()
 
     def shutdown(self) -> None:
+        self._digesting.shutdown()
         self._memory.close()
         os.close(self._file)
+
+
+def _digest(memory: mmap.mmap, metas: list[ParamMeta]) -> str:
+    running = hashlib.sha256()
+    for name, tensor in views(memory, metas):
+        running.update(name.encode())
+        running.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return running.hexdigest()
 
 
 def _nbytes(meta: ParamMeta) -> int:
@@ -264,7 +287,8 @@ class LocalRoute:
                  in_thread: InThread) -> None:
         self._generator = generator
         self._in_thread = in_thread
-        self._source = MasterWeights(policy, wire_dtype)
+        in_memory = generator.transfer_backend == SHARED_MEMORY_BACKEND
+        self._source = (UncastWeights if in_memory else MasterWeights)(policy, wire_dtype)
         self._client = LoopClient(generator.llm, asyncio.get_running_loop())
         self._sender: TrainerWeightTransferEngine[Any] | None = None
 
@@ -279,7 +303,7 @@ class LocalRoute:
             self._sender = self._connect(self._generator.transfer_backend)
         self._client.number = number
         self._sender.send_weights()
-        return self._source.digest
+        return self._sender.digest if isinstance(self._sender, SharedMemorySender) else self._source.digest
 
     def _connect(self, backend: str) -> TrainerWeightTransferEngine[Any]:
         make: Any = WeightTransferTrainerFactory.trainer_init
