@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from engine.types import Batch, Rollout, Segment, SegmentRequest, Task, Version
+from engine.types import Batch, Int32, Rollout, Scored, Segment, SegmentRequest, Task, Version
 
 SleepLevel = Literal[0, 1, 2]
 InThread = Callable[..., Awaitable[Any]]
@@ -38,6 +38,10 @@ class Generator(Protocol):
         Nothing else may be in flight; it also runs while interrupted or paused, which then hold back `generate` alone.
         The same requests under the same weights give the same tokens.
         """
+        ...
+
+    async def score(self, prompts: Sequence[Int32]) -> list[Scored]:
+        """Log-probs of given tokens, each prompt int32[T] shorter than `generate.max_model_len`; as one wave."""
         ...
 
     async def interrupt(self) -> None:

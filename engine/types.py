@@ -107,6 +107,14 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
         return cls(token_ids=nothing, logprobs=no_logprobs, version_spans=(), ended="interrupted")
 
 
+class Scored(msgspec.Struct, frozen=True):
+    """Given tokens as the served model sees them, at temperature 1. logprobs float32[T], 0 for the first, which nothing
+    stands before; greedy bool[T], whether the token is the likeliest there."""
+
+    logprobs: Float32
+    greedy: Bool
+
+
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     """One token sequence; nothing marks where a prompt ends but `trainable`.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.errors import GenerationError
 from engine.protocols import SleepLevel
-from engine.types import Segment, SegmentRequest
+from engine.types import Int32, Scored, Segment, SegmentRequest
 
 Length = Callable[[SegmentRequest], int]
 
@@ -108,6 +108,12 @@ class FakeGenerator:
         self._paused = False  # holding back concerns `generate` alone
         return await asyncio.gather(*[self._submit(request) for request in requests])
 
+    async def score(self, prompts: Sequence[Int32]) -> list[Scored]:
+        """As in a completion: what a token's log-prob is depends on all before it, and on the version."""
+        self._require_idle("a score was asked for")
+        self._require_weights()
+        return [self._scored(prompt) for prompt in prompts]
+
     async def interrupt(self) -> None:
         self._going.clear()
         await self._end_early(self._stop())
@@ -165,6 +171,13 @@ class FakeGenerator:
         self.num_requests += 1
         self._start_clock()
         return request.ended
+
+    def _scored(self, prompt: Int32) -> Scored:
+        uniform_T = [
+            _stream(_given(prompt[: end + 1]), f"version {self._version}").random() for end in range(1, len(prompt))
+        ]
+        logprobs = np.log1p(-np.asarray([0.0, *uniform_T])).astype(np.float32)
+        return Scored(logprobs, np.asarray([False, *(value < 0.5 for value in uniform_T)], np.bool_))
 
     def _require_weights(self) -> None:
         if self._weights_dropped:
@@ -252,6 +265,10 @@ class _Request:
             self.spans.append((self.made, version))
         self.made += 1
         self.cached = True
+
+
+def _given(token_ids: Int32) -> SegmentRequest:
+    return SegmentRequest(request_id="", token_ids=token_ids, max_new_tokens=1, temperature=0.0, seed=0)
 
 
 def _stream(request: SegmentRequest, purpose: str) -> np.random.Generator:

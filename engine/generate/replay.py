@@ -10,7 +10,7 @@ from typing import Literal, Self
 from engine.errors import GenerationError
 from engine.observe.metrics import read_groups
 from engine.protocols import SleepLevel
-from engine.types import Group, Int32, Rollout, Segment, SegmentRequest
+from engine.types import Group, Int32, Rollout, Scored, Segment, SegmentRequest
 
 
 class ReplayGenerator:
@@ -58,6 +58,9 @@ class ReplayGenerator:
 
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
         return [self._answer(request) for request in requests]
+
+    async def score(self, prompts: Sequence[Int32]) -> list[Scored]:
+        raise GenerationError("a recorded run scores nothing", remedy="set evals.every = 0")
 
     async def interrupt(self) -> None:
         self._going.clear()

@@ -21,7 +21,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from engine.config import Dtype, GenerateSection
 from engine.errors import GenerationError, MissingError
 from engine.protocols import SleepLevel
-from engine.types import Segment, SegmentRequest
+from engine.types import Int32, Scored, Segment, SegmentRequest
 from engine.vllm_plugin import SHARED_MEMORY_BACKEND, calling_the_engine, register_weight_transfer
 
 _GIB = 1 << 30
@@ -29,6 +29,7 @@ _CPU_SLEEP = "engine.generate.cpu_sleep.CpuSleep"
 # Then the engine is killed; its worker follows by the parent-death signal.
 _SHUTDOWN_S = 1.0
 _WATCH_PERIOD_S = 0.5
+_Sent = tuple[str, Int32, SamplingParams]
 _ENDED: dict[str, Literal["stop", "length", "interrupted"]] = {
     "stop": "stop",
     "length": "length",
@@ -139,14 +140,28 @@ class VllmGenerator:
                     if request.request_id not in self._held:  # cancelled meanwhile
                         return Segment.empty()
                     if self._running.is_set():
-                        collector = await self._add(request)
+                        collector = await self._add(request.request_id, request.token_ids, self._params(request))
                         break
         finally:
             self._held.discard(request.request_id)
-        return await self._collect(collector)
+        return _segment((await self._collect(collector)).outputs[0])
 
     async def wave(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
         """See `protocols.Generator.wave`."""
+        outputs = await self._wave([
+            (request.request_id, request.token_ids, self._params(request)) for request in requests
+        ])
+        return [_segment(output.outputs[0]) for output in outputs]
+
+    async def score(self, prompts: Sequence[Int32]) -> list[Scored]:
+        """See `protocols.Generator.score`."""
+        # It makes one token too many: the engine has no request without one.
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False,
+                                output_kind=RequestOutputKind.FINAL_ONLY)
+        outputs = await self._wave([(f"score/{place}", prompt, params) for place, prompt in enumerate(prompts)])
+        return [_scored(prompt, output) for prompt, output in zip(prompts, outputs, strict=True)]
+
+    async def _wave(self, requests: Sequence[_Sent]) -> list[RequestOutput]:
         self._require_weights()
         async with self._adding:
             if self._open:
@@ -232,19 +247,19 @@ class VllmGenerator:
             raise GenerationError("sleep dropped the engine's weights, and none were published since",
                                   remedy="publish between wake('weights') and resume, or set generate.sleep_level = 1")
 
-    async def _add(self, request: SegmentRequest) -> RequestOutputCollector:
-        prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist())
+    async def _add(self, request_id: str, token_ids: Int32, params: SamplingParams) -> RequestOutputCollector:
+        prompt = TokensPrompt(prompt_token_ids=token_ids.tolist())
         with calling_the_engine():
-            collector = await self.llm.add_request(request.request_id, prompt, self._params(request))
+            collector = await self.llm.add_request(request_id, prompt, params)
         self._open += 1
         return collector
 
-    async def _add_all(self, requests: Sequence[SegmentRequest]) -> list[RequestOutputCollector]:
+    async def _add_all(self, requests: Sequence[_Sent]) -> list[RequestOutputCollector]:
         """All of them or none: a cancellation half-way takes back those that are in."""
         collectors: list[RequestOutputCollector] = []
         try:
             for request in requests:
-                collectors.append(await self._add(request))
+                collectors.append(await self._add(*request))
         except BaseException:
             for collector in collectors:
                 await self._release(collector, abort=True)
@@ -269,7 +284,7 @@ class VllmGenerator:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    async def _collect(self, collector: RequestOutputCollector) -> Segment:
+    async def _collect(self, collector: RequestOutputCollector) -> RequestOutput:
         try:
             with calling_the_engine():
                 output = await collector.get()
@@ -279,7 +294,7 @@ class VllmGenerator:
         await self._release(collector, abort=False)
         if not isinstance(output, RequestOutput):
             raise GenerationError(f"the engine answered with {type(output).__name__} where a completion was asked for")
-        return _segment(output.outputs[0])
+        return output
 
     async def _release(self, collector: RequestOutputCollector, *, abort: bool) -> None:
         if abort:
@@ -288,6 +303,17 @@ class VllmGenerator:
         async with self._ended:
             self._open -= 1
             self._ended.notify_all()
+
+
+def _scored(prompt: Int32, output: RequestOutput) -> Scored:
+    told = output.prompt_logprobs or []
+    if len(told) != len(prompt):
+        raise GenerationError(f"the engine returned {len(told)} log-probs for a prompt of {len(prompt)} tokens")
+    of_prompt = [(entry or {}).get(int(token)) for token, entry in zip(prompt, told, strict=True)]
+    return Scored(
+        np.asarray([of.logprob if of else 0.0 for of in of_prompt], np.float32),
+        np.asarray([of is not None and of.rank == 1 for of in of_prompt], np.bool_),
+    )
 
 
 def _segment(output: CompletionOutput) -> Segment:

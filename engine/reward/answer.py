@@ -49,7 +49,7 @@ def extract(text: str, kind: Kind) -> str | None:
     \\boxed{} holds; tag: what the last <answer></answer> holds; exact: everything. Thinking is not the answer: what
     stands before </think> is left out, and so is all that follows a <think> that was never closed.
     """
-    spoken = _after_thinking(text)
+    spoken = after_thinking(text)
     match kind:
         case "last_number":
             found = _last_number(spoken)
@@ -81,7 +81,8 @@ def same_number(extracted: str, gold: str) -> bool | None:
     return None if given is None or wanted is None else given == wanted
 
 
-def _after_thinking(text: str) -> str:
+def after_thinking(text: str) -> str:
+    """What is said and not thought: nothing that stands before </think> or after a <think> that was never closed."""
     _, closed, after = text.rpartition("</think>")
     spoken = after if closed else text
     return spoken.partition("<think>")[0]

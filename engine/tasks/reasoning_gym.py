@@ -41,8 +41,9 @@ _HASH_DEPENDENT = frozenset(
 class ReasoningGym:
     """One family, `params.family` or the entry's name; the other params configure it.
 
-    Item i of a dataset is seeded with its seed + i, so seeds s and s + 1 are one list shifted by one: training and
-    candidates start at hashed places, 2^30 or more apart, and all below the 2^32 that numpy's generators take.
+    Item i of a dataset is seeded with its seed + i, so seeds s and s + 1 are one list shifted by one: training,
+    candidates and reserved lists start at hashed places, 2^29 or more apart, and all below the 2^32 that numpy's
+    generators take.
 
     Answers are {"answer": text or None}, and where the family's own scorer has a say also "family", "params" and
     "entry": all that it needs.
@@ -66,6 +67,11 @@ class ReasoningGym:
 
     def candidates(self) -> Iterator[Question]:
         return (self._question(self._held_out_seed, index) for index in itertools.count())
+
+    def reserved(self, name: str) -> Iterator[Question]:
+        """The list `name` for evaluation suites: neither training nor candidates come near its seeds."""
+        seed = 2**32 - 2**29 + derive_seed("reserved", name) % 2**28
+        return (self._question(seed, index) for index in itertools.count())
 
     def _question(self, seed: int, index: int) -> Question:
         chunk, offset = divmod(index, _CHUNK)

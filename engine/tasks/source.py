@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -41,17 +41,19 @@ class TaskSource:
         DataError: a file is unusable, or there are too few distinct questions to hold out as many as asked for.
     """
 
-    def __init__(self, sections: Sequence[TaskSection], seed: int) -> None:
+    def __init__(self, sections: Sequence[TaskSection], seed: int, reserved: Collection[str] = ()) -> None:
         self._seed = seed
         self._sections = {section.label: section for section in sections}
         self._environments = {
             section.label: _environment(section, f"tasks.{index}") for index, section in enumerate(sections)
         }
         self._held_out = {
-            section.label: _hold_out(self._environments[section.label], section.held_out, f"tasks.{index}.held_out")
+            section.label: _hold_out(self._environments[section.label], section.held_out, f"tasks.{index}.held_out",
+                                     frozenset(reserved))
             for index, section in enumerate(sections)
         }
-        self._held_out_texts = {question.text for held in self._held_out.values() for question in held}
+        held_out = {question.text for held in self._held_out.values() for question in held}
+        self._not_trained = held_out.union(reserved)
         self._total_weight = sum(section.weight for section in sections)
         self._next_index = dict.fromkeys(self._sections, 0)
         self._credit = dict.fromkeys(self._sections, 0.0)
@@ -64,10 +66,11 @@ class TaskSource:
         self._credit[label] -= self._total_weight
         for index in range(self._next_index[label], self._next_index[label] + _MAX_SKIPPED):
             question = self._environments[label].train(index)
-            if question.text not in self._held_out_texts:
+            if question.text not in self._not_trained:
                 self._next_index[label] = index + 1
                 return self._task(label, question, f"{label}/{index}", index, derive_seed(self._seed, label, index))
-        raise DataError(f"task {label!r}: {_MAX_SKIPPED} questions in a row are held out", remedy="lower held_out")
+        raise DataError(f"task {label!r}: {_MAX_SKIPPED} questions in a row are held out or an evaluation suite's",
+                        remedy="lower held_out, or let the environment make more questions")
 
     def held_out(self, limit: int = 0) -> list[Task]:
         """The held-out questions of every entry, the first `limit` of each; 0: all."""
@@ -143,22 +146,27 @@ def _own_class(name: str, path: str) -> Callable[[TaskSection], Environment]:
     raise ConfigError(path, value=name, limit=limit, remedy=f"use reasoning_gym, jsonl, hub, chats, or {own}")
 
 
-def _hold_out(environment: Environment, count: int, path: str) -> list[Question]:
-    """The first `count` distinct candidates, if at least as many distinct ones are left to train on."""
+def _hold_out(environment: Environment, count: int, path: str, reserved: frozenset[str]) -> list[Question]:
+    """The first `count` distinct candidates outside `reserved`, if at least as many distinct ones are left to train
+    on."""
     if not count:
         return []
     found: dict[str, Question] = {}
+    seen: set[str] = set()
     repeats = 0
     for question in environment.candidates():
-        repeats = repeats + 1 if question.text in found else 0
-        found.setdefault(question.text, question)
+        repeats = repeats + 1 if question.text in seen else 0
+        seen.add(question.text)
+        if question.text not in reserved:
+            found.setdefault(question.text, question)
         if len(found) == 2 * count:
             return list(found.values())[:count]
         # Were one more question to be had, e^-10 is the chance that this many draws would all miss it.
-        if repeats > 100 + 10 * len(found):
+        if repeats > 100 + 10 * len(seen):
             break
     raise DataError(
-        f"{path} = {count}: the environment has only {len(found)} distinct questions, and at least as many must be "
-        "left to train on as are held out",
+        f"{path} = {count}: the environment has only {len(found)} distinct questions"
+        f"{' outside the evaluation suites' if len(found) < len(seen) else ''}, and at least as many must be left to "
+        "train on as are held out",
         remedy=f"set it to at most {len(found) // 2}, or let the environment make more questions",
     )

@@ -244,3 +244,27 @@ def test_files_need_no_reasoning_gym(tmp_path: Path) -> None:
         "assert not {'reasoning_gym', 'torch', 'datasets'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_reserved_questions_are_neither_trained_on_nor_held_out(tmp_path: Path) -> None:
+    reserved = {"a 3 + 1?", "a 7 + 1?"}
+    source = TaskSource([entry(tmp_path, "a", count=10, held_out=4)], 0, reserved)
+    held, trained = questions(source.held_out()), questions(take(source, 60))
+    assert len(held) == 4
+    assert len(trained) == 4
+    assert (held | trained) == {f"a {i} + 1?" for i in range(10)} - reserved
+
+
+def test_too_few_questions_beside_the_reserved_ones(tmp_path: Path) -> None:
+    reserved = {"a 3 + 1?", "a 7 + 1?"}
+    with pytest.raises(DataError) as caught:
+        TaskSource([entry(tmp_path, "a", count=10, held_out=5)], 0, reserved)
+    told = "tasks.0.held_out = 5: the environment has only 8 distinct questions outside the evaluation suites, and"
+    assert str(caught.value).startswith(told)
+    assert "set it to at most 4" in str(caught.value)
+
+
+def test_a_task_of_reserved_questions_alone(tmp_path: Path) -> None:
+    source = TaskSource([entry(tmp_path, "a", count=3)], 0, {f"a {i} + 1?" for i in range(3)})
+    with pytest.raises(DataError, match="in a row are held out or an evaluation suite's"):
+        source.next()
