@@ -7,11 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from engine import environment
 
 # OpenMP reads its variables once, when torch is imported: nothing above may import it.
 environment.prepare()
+
+# How long an example takes says nothing on a machine that others use too.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")
