@@ -42,6 +42,7 @@ bench: $(INSTALLED) ## the benchmarks, one after the other
 	$(BIN)/python -m profiling.bench.head_dtype
 	$(BIN)/python -m profiling.bench.throughput
 	$(BIN)/python -m profiling.bench.makespan
+	$(BIN)/python -m profiling.bench.evals
 
 soak: $(INSTALLED) ## the tests that run for hours
 	@$(BIN)/pytest -q -m soak || { [ $$? -eq 5 ] && echo "there are no soak tests yet"; }

@@ -6,12 +6,11 @@ import argparse
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 from engine import environment
 from engine.config import Config, load
-from engine.errors import ConfigError, FarfieldError
+from engine.errors import ConfigError, FarfieldError, report
 
 
 def main() -> int:
@@ -99,12 +98,17 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
     from engine.algorithms.presets import resolve
     from engine.reward.pool import ScoringPool
     from engine.tasks.source import TaskSource
+    from evals.suites import find
+    from evals.suites.questions import reserved
 
     # Before the heavy imports: what is wrong with the loss, tasks or scorers is said at once.
     if resolve(config.algorithm).ratio == "none" and config.algorithm.preset != "ce":
         print("warning: algorithm.ratio = 'none' is the uncorrected baseline of studies", file=sys.stderr)
-    tasks = TaskSource(config.tasks, config.run.seed)
+    tasks = TaskSource(config.tasks, config.run.seed, reserved(config.tasks))
     scorer = ScoringPool(config.tasks, config.reward, config.generate.max_new_tokens)
+    for suite in config.evals.suites:
+        if suite != "held_out":
+            find(suite)
     if arguments.dry_run:
         return _dry_run(config)
     if arguments.preview is not None and config.algorithm.preset == "ce":
@@ -119,7 +123,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
             from engine.host import run_host
             from engine.train.offload import require_device
             from engine.train.rank import World
-            from evals.held_out import evaluate
+            from evals.during import evaluate
 
             require_device(config.train)
             run_host(config, arguments.config.stem, tasks, scorer, evaluate, World.from_environment())
@@ -127,24 +131,9 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
     except FarfieldError:
         raise
     except Exception as error:
-        return _report(error)
+        return report(error)
     finally:
         environment.end_children()
-
-
-def _report(error: BaseException) -> int:
-    """The first failure alone: the cancellations that followed it say nothing. One that is no bug says all in its
-    message."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    known = isinstance(error, FarfieldError)
-    if not known:
-        traceback.print_exception(error)
-    print(f"error: {error}" if known else f"error: {type(error).__name__}: {error}", file=sys.stderr)
-    if not known or not error.remedy:
-        print("  -> the traceback above names the place; the engine's own log is engine.log in the run folder",
-              file=sys.stderr)
-    return error.exit_code if known else 1
 
 
 if __name__ == "__main__":

@@ -173,9 +173,11 @@ class EvalsSection(Section, frozen=True, kw_only=True):
     every: NotNegative = 0
     """Steps between evaluations; the first and the last version are evaluated too. 0: none."""
     suites: tuple[str, ...] = ("held_out",)
+    """`held_out`, those of `python -m evals list`, and folders of lm-eval task files."""
     limit: NotNegative = 0
-    """Questions per task; 0: all held-out ones."""
-    temperature: PositiveFloat = 1.0
+    """Questions per task; 0: all."""
+    temperature: NotNegativeFloat = 1.0
+    """Of what is sampled."""
 
 
 class CheckpointSection(Section, frozen=True, kw_only=True):
@@ -254,7 +256,6 @@ NOT_BUILT: dict[str, tuple[object, ...]] = {
     "net.heartbeat_s": (5.0,),
     "net.max_lag": (2,),
     "net.max_frame_mib": (64,),
-    "evals.suites": (("held_out",),),
     "checkpoint.keep": (0,),
     "checkpoint.keep_every": (0,),
     "checkpoint.hf_every": (0,),
@@ -410,11 +411,12 @@ def _refuse_contradictions(config: Config) -> None:
                           limit=f"goes with generate.backend = 'replay', not with {generate.backend!r}",
                           remedy="set both or neither")
     _refuse_chats_elsewhere(config)
-    if config.evals.every and not any(task.held_out for task in config.tasks):
+    asked = config.evals.suites if config.evals.every else ()
+    if "held_out" in asked and not any(task.held_out for task in config.tasks):
         raise ConfigError("evals.every", value=config.evals.every, limit="no task holds questions out",
-                          remedy="set tasks.0.held_out, or evals.every = 0")
-    if config.evals.every and generate.backend == "replay":
-        raise ConfigError("evals.every", value=config.evals.every, limit="a recorded run has no held-out answers",
+                          remedy="set tasks.0.held_out, or evals.every = 0, or leave held_out out of evals.suites")
+    if asked and generate.backend == "replay":
+        raise ConfigError("evals.every", value=config.evals.every, limit="a recorded run answers nothing else",
                           remedy="set evals.every = 0 with generate.backend = 'replay'")
     if config.train.warmup_steps > config.run.steps:
         raise ConfigError("train.warmup_steps", value=config.train.warmup_steps,

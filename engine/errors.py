@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+
 
 class FarfieldError(Exception):
     """An error whose last line tells the user what to do. `exit_code` is the process's exit code."""
@@ -53,3 +56,18 @@ class StalledError(FarfieldError):
 
 class ScoringError(FarfieldError):
     """A reward function raised, or a judge cannot be used. That is not a verdict on the rollout."""
+
+
+def report(error: BaseException) -> int:
+    """The first failure alone: the cancellations that followed it say nothing. One that is no bug says all in its
+    message."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    known = isinstance(error, FarfieldError)
+    if not known:
+        traceback.print_exception(error)
+    print(f"error: {error}" if known else f"error: {type(error).__name__}: {error}", file=sys.stderr)
+    if not known or not error.remedy:
+        print("  -> the traceback above names the place; the engine's own log is engine.log in the run folder",
+              file=sys.stderr)
+    return error.exit_code if known else 1

@@ -25,7 +25,7 @@ from engine.loop import Run, run_stages
 from engine.observe.folder import create_run_folder
 from engine.observe.memory import used_memory
 from engine.observe.metrics import Value
-from engine.observe.recorder import Recorder, Timings
+from engine.observe.recorder import Recorder
 from engine.observe.terminal import Terminal, open_terminal
 from engine.protocols import Generator, Scorer, WeightRoute
 from engine.rollout.chat import Chat, open_chat
@@ -33,7 +33,7 @@ from engine.rollout.drive import Driver
 from engine.supervised import supervise
 from engine.tasks.source import TaskSource
 from engine.timeslice import Placement, Split, TimeSlice, golden, settle_level
-from engine.train.model import end_token_ids, materialise
+from engine.train.model import end_token_ids, folder_digest, materialise
 from engine.train.pack import Packing
 from engine.train.rank import Learner, World
 from engine.train.thread import TrainingThread, training_cores
@@ -49,9 +49,10 @@ class Evaluation(Protocol):
 
     async def __call__(
         self, *, generator: Generator, chat: Chat, tasks: TaskSource, scorer: Scorer, config: Config, folder: Path,
-        terminal: Terminal,
+        step: int, version: Version, terminal: Terminal,
     ) -> dict[str, Value]:
-        """Write result files into `folder`; return `eval/...` metrics."""
+        """Write result files into `folder`; return `eval/...` metrics. What was answered before a cancellation is kept
+        there, and not asked again."""
         ...
 
 
@@ -193,23 +194,24 @@ class Host:
         # An engine that has served another run has its weights still.
         limit_s, fresh = self._config.run.stage_timeout_s, not self._generator.served_version
         before = await golden(self._generator, limit_s) if self._sleeps and fresh else None
+        served = Version(number=0, digest=folder_digest(self._model_folder))
         self._terminal.status("loading the trainer")
         async with placement.training():
             self._trainer = await self._thread.call(self._build_trainer)
-            run = self._assemble(placement, self._route(self._trainer, self._thread))
+            run = self._assemble(placement, self._route(self._trainer, self._thread), served)
             if isinstance(placement, TimeSlice):
                 placement.trainer = self._trainer
             async with placement.publishing():
                 if self._generator.served_version or placement.must_publish:
-                    await self._publish_first(run.route)
+                    run.served = await self._publish_first(run.route)
         if before is not None:
             assert isinstance(placement, TimeSlice)
             await self._test_sleep(placement, before, run.route)
         placement.take_switch_s()  # no step's
         return run
 
-    async def _publish_first(self, route: WeightRoute) -> None:
-        await clock.within(self._config.run.stage_timeout_s, "the weight update", route.publish(0))
+    async def _publish_first(self, route: WeightRoute) -> Version:
+        return await clock.within(self._config.run.stage_timeout_s, "the weight update", route.publish(0))
 
     async def _test_sleep(self, time_slice: TimeSlice, before: Segment, route: WeightRoute) -> None:
         await settle_level(time_slice, self._generator, before, lambda: self._publish_first(route), self._terminal.note,
@@ -224,7 +226,7 @@ class Host:
     async def _run_steps(self, run: Run) -> int:
         """From the first evaluation to the last step; the steps made."""
         if self._config.evals.every:
-            await self._evaluate(0)
+            await self._evaluate(0, run.served)
         self._recorder.start()
         if self._config.algorithm.preset == "ce":
             return await supervise(run, self._chat)
@@ -268,7 +270,7 @@ class Host:
             offload=self._config.train.offload, limit_s=limit_s, memory=used_memory(),
         )
 
-    def _assemble(self, placement: Placement, route: WeightRoute) -> Run:
+    def _assemble(self, placement: Placement, route: WeightRoute, served: Version) -> Run:
         config = self._config
         builds = f"{config.generate.backend} farfield-{importlib.metadata.version('farfield')}"
         return Run(
@@ -301,6 +303,7 @@ class Host:
             recorder=self._recorder,
             save=self._save_if_due,
             evaluate=self._evaluate_if_due,
+            served=served,
         )
 
     async def _save_if_due(self, step: int) -> None:
@@ -309,12 +312,11 @@ class Host:
         if step == self._config.run.steps or self._stop.is_set() or (every and step % every == 0):
             await self._save(step)
 
-    async def _evaluate_if_due(self, step: int, timings: Timings) -> None:
+    async def _evaluate_if_due(self, step: int, version: Version) -> None:
         every = self._config.evals.every
         if every and (step == self._config.run.steps or step % every == 0):
             async with self._placement.quiet():
-                with timings.measure("eval"):
-                    await self._evaluate(step)
+                await self._evaluate(step, version)
 
     async def _save(self, step: int) -> None:
         folder = self._folder / "checkpoints" / f"step-{step:06d}"
@@ -329,8 +331,9 @@ class Host:
         self._recorder.events.write("checkpoint", step=step, version=self._trainer.version)
         self._terminal.note(f"checkpoint: {folder}")
 
-    async def _evaluate(self, step: int) -> None:
-        """Evaluate the served version; a signal cuts it short, and then nothing of it is kept."""
+    async def _evaluate(self, step: int, version: Version) -> None:
+        """Evaluate the served version. A signal cuts it short."""
+        started = clock.now()
         work = self._evaluate_version(
             generator=self._generator,
             chat=self._chat,
@@ -338,6 +341,8 @@ class Host:
             scorer=self._scorer,
             config=self._config,
             folder=self._folder / "evals" / f"step-{step:06d}",
+            step=step,
+            version=version,
             terminal=self._terminal,
         )
         working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
@@ -352,8 +357,8 @@ class Host:
             working.cancel()
             await asyncio.wait({working})
         if step:
-            self._recorder.evaluated(metrics)
-        self._recorder.events.write("evaluation", step=step, **metrics)
+            self._recorder.evaluated(metrics, clock.now() - started)
+        self._recorder.events.write("evaluation", step=step, version=version.number, digest=version.digest, **metrics)
 
     def _answer_signals(self, run: Run) -> None:
         loop = asyncio.get_running_loop()

@@ -39,7 +39,7 @@ from engine.tasks.source import TaskSource
 from engine.timeslice import Placement
 from engine.train.pack import Packing, build_batch, has_signal, with_fate
 from engine.train.thread import TrainingThread
-from engine.types import Batch, Group, Lease, Rollout, Sampling, Task, Verdict
+from engine.types import Batch, Group, Lease, Rollout, Sampling, Task, Verdict, Version
 
 # A task source that offers this many prompts in a row that do not fit has no others.
 _MAX_REFUSED = 200
@@ -49,8 +49,8 @@ _MAX_REFILL = 3
 
 @dataclass(kw_only=True)
 class Run:
-    """What the stages share. `save` and `evaluate` do what is due after a step: `evaluate` where a slice ends, on the
-    version just published."""
+    """What the stages share. `save` and `evaluate` do what is due after a step: `evaluate` where a slice ends, on
+    `served`, the version just published."""
 
     config: Config
     tasks: TaskSource
@@ -64,7 +64,8 @@ class Run:
     packing: Packing
     recorder: Recorder
     save: Callable[[int], Awaitable[None]]
-    evaluate: Callable[[int, Timings], Awaitable[None]]
+    evaluate: Callable[[int, Version], Coroutine[Any, Any, None]]
+    served: Version
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: list[Group] = field(default_factory=list[Group])
     """Since the last row."""
@@ -179,7 +180,12 @@ async def score(run: Run) -> None:
 
 async def train(run: Run) -> int:
     """Groups become optimizer steps, and every slice of steps becomes the version that the generator serves."""
-    step = 0
+    async with asyncio.TaskGroup() as evaluations:
+        return await _train(run, evaluations)
+
+
+async def _train(run: Run, evaluations: asyncio.TaskGroup) -> int:
+    step, evaluation = 0, None
     while step < run.config.run.steps:
         timings, last = Timings(), _slice_end(run.config, step)
         # On shared devices the trainer takes over once a whole slice is ready; on its own ones it works as groups come.
@@ -199,16 +205,27 @@ async def train(run: Run) -> int:
                 ready = ready or await select(run, 1, timings)
                 if not ready:
                     return step
+            if evaluation is not None:  # the generator serves the version that it is of until it has ended
+                await evaluation
             if run.placement.exclusive or run.trainer.version != served:
                 async with run.placement.publishing():
                     if run.trainer.version != served or run.placement.must_publish:
                         await _publish(run, timings)
-            await run.evaluate(step, timings)
+            evaluation = evaluations.create_task(run.evaluate(step, run.served))
+            if _evaluates_alone(run, step):
+                await evaluation
         # Outside the slice: nothing holds back a wave, which begins as soon as its groups are admitted.
         await run.admission.published()
         timings.add("switch", run.placement.take_switch_s())
         _book(run, made, timings, generator_busy_s)
     return step
+
+
+def _evaluates_alone(run: Run, step: int) -> bool:
+    """Whether an evaluation holds everything. On devices of its own the trainer goes on meanwhile, but not after the
+    last step, whose row tells the result, nor at staleness 0, whose waves want an idle generator."""
+    schedule = run.config.schedule
+    return run.placement.exclusive or schedule.max_staleness == 0 or step == run.config.run.steps
 
 
 def _slice_end(config: Config, step: int) -> int:
@@ -242,8 +259,8 @@ async def _train_step(run: Run, step: int, groups: Sequence[Group], timings: Tim
 async def _publish(run: Run, timings: Timings) -> None:
     with timings.measure("publish"):
         publishing = run.route.publish(run.trainer.version)
-        version = await within(run.config.run.stage_timeout_s, "the weight update", publishing)
-    run.recorder.published(version)
+        run.served = await within(run.config.run.stage_timeout_s, "the weight update", publishing)
+    run.recorder.published(run.served)
 
 
 def _book(run: Run, made: _Made, timings: Timings, generator_busy_s: float) -> None:

@@ -6,7 +6,8 @@
                                                                        | interrupt  evaluate  resume |
 
 Both have the same three contexts, which `loop.train` and `host` enter in this order: `training` around a slice, and in
-it `publishing` around the weight update and `quiet` around an evaluation.
+it `publishing` around the weight update and `quiet` around an evaluation. In `split` the next slice is trained during
+an evaluation; its update waits.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class Split(_Switches):
 
 
 async def settle_level(time_slice: TimeSlice, generator: Generator, before: Segment,
-                       publish: Callable[[], Awaitable[None]], warn: Callable[[str], None], limit_s: float) -> None:
+                       publish: Callable[[], Awaitable[object]], warn: Callable[[str], None], limit_s: float) -> None:
     """Start-up self-test, after a first slice: one level less deep when the generator did not wake up as it was.
 
     Raises:

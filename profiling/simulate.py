@@ -23,7 +23,7 @@ from engine.config import Config
 from engine.generate.fake import FakeGenerator
 from engine.loop import Run, run_stages
 from engine.observe.metrics import Row
-from engine.observe.recorder import Recorder, Timings
+from engine.observe.recorder import Recorder
 from engine.observe.terminal import SilentTerminal
 from engine.protocols import Score, StepResult
 from engine.rollout.chat import Chat
@@ -267,7 +267,7 @@ def _run(shape: Shape, schedule: Schedule, steps: int, generator: FakeGenerator,
     config = _config(shape, schedule, steps)
     micro_batch_tokens = config.train.micro_batch_tokens
 
-    async def nothing_due(step: int, timings: Timings | None = None) -> None:
+    async def nothing_due(step: int, version: Version | None = None) -> None:
         pass
 
     thread = _Thread(shape, generator)
@@ -294,6 +294,7 @@ def _run(shape: Shape, schedule: Schedule, steps: int, generator: FakeGenerator,
         ),
         save=nothing_due,
         evaluate=nothing_due,
+        served=Version(number=0, digest=""),
     )
 
 

@@ -104,7 +104,7 @@ class LabelRoute:
         return Version(number=number, digest="")
 
 
-async def nothing_due(step: int, timings: Timings) -> None:
+async def nothing_due(step: int, version: Version) -> None:
     """No evaluation."""
 
 
@@ -188,6 +188,7 @@ class Parts:
             ),
             save=self.save,
             evaluate=self.evaluate,
+            served=Version(number=0, digest=""),
         )
         return self.made
 
@@ -325,7 +326,7 @@ def test_evaluations_have_the_generator_to_themselves(
     """A wave wants an idle engine: nothing of the next step may have begun."""
     seen: list[int] = []
 
-    async def evaluate(step: int, timings: Timings) -> None:
+    async def evaluate(step: int, version: Version) -> None:
         questions = [lease(order, of=task(order), group_size=1) for order in range(3)]
         async with made.made.placement.quiet():
             groups = await Driver(made.generator, made.chat, run_seed=9, worker="evals", engine_build="",
@@ -335,6 +336,27 @@ def test_evaluations_have_the_generator_to_themselves(
     made = parts(max_staleness=max_staleness, evaluate=evaluate, schedule={"placement": placement})
     assert run_virtual(made.stages()) == 5
     assert seen == [1, 2, 3, 4, 5]
+
+
+def test_in_split_the_next_step_trains_during_an_evaluation_and_its_update_waits(parts: Callable[..., Parts]) -> None:
+    """Training takes 3 s, an evaluation 20: the version that is asked is served from its beginning to its end."""
+    asked: list[tuple[int, float, float, int]] = []
+
+    async def evaluate(step: int, version: Version) -> None:
+        async with made.made.placement.quiet():
+            started = now()
+            assert version.number == made.generator.served_version
+            await asyncio.sleep(20.0)
+            asked.append((step, started, now(), made.generator.served_version))
+
+    made = parts(
+        steps=3, max_staleness=3, thread=InlineThread(3.0), evaluate=evaluate, schedule={"placement": "split"},
+    )
+    assert run_virtual(made.stages()) == 3
+    assert [(step, served) for step, _, _, served in asked] == [(1, 1), (2, 2), (3, 3)]
+    # The second step was made by the time the first evaluation ended: its update and the next evaluation follow.
+    (_, _, first_end, _), (_, second_start, _, _), _ = asked
+    assert second_start - first_end == pytest.approx(0.5, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -350,9 +372,9 @@ def test_times_by_hand(
     admitted meanwhile have a token; they go on after it, and the fourth step's join them a token later, which is
     what the fourth step waits for. Requests that a slice holds back are open, but not running."""
 
-    async def evaluate(step: int, timings: Timings) -> None:
-        with timings.measure("eval"):
-            await asyncio.sleep(2.0)
+    async def evaluate(step: int, version: Version) -> None:
+        await asyncio.sleep(2.0)
+        made.made.recorder.evaluated({}, 2.0)
 
     made = parts(
         max_staleness=max_staleness,
@@ -597,7 +619,7 @@ def test_an_evaluation_ends_a_slice_early(
     async def save(step: int) -> None:
         saved.append((step, made.trainer.version, made.generator.served_version))
 
-    async def evaluate(step: int, timings: Timings) -> None:
+    async def evaluate(step: int, version: Version) -> None:
         served[step] = made.generator.served_version
 
     made = parts(
@@ -868,25 +890,27 @@ def test_drain_lets_open_rollouts_end_before_an_update(parts: Callable[..., Part
 
 def test_times_in_split_by_hand(parts: Callable[..., Parts]) -> None:
     """Rollouts take 6 s, scoring .1 s, training 10 s, publishing .5 s, evaluation 2 s: from the second step on the
-    groups of the next step are made while this one trains, and the trainer never waits."""
+    groups of the next step are made while this one trains, and the trainer never waits. Evaluations too run while the
+    next step trains, and are in its row; the last one holds its own."""
 
-    async def evaluate(step: int, timings: Timings) -> None:
-        with timings.measure("eval"):
-            await asyncio.sleep(2.0)
+    async def evaluate(step: int, version: Version) -> None:
+        await asyncio.sleep(2.0)
+        made.made.recorder.evaluated({}, 2.0)
 
     made = parts(
         steps=4, max_staleness=1, thread=InlineThread(10.0), evaluate=evaluate, schedule={"placement": "split"},
         generator=FakeGenerator(eos_token_id=256, length=lambda request: request.max_new_tokens - 14, step_s=1.0),
     )
     run_virtual(made.stages())
-    for row, wait_s, busy_s in zip(made.rows, [6.1, 0.0, 0.0, 0.0], [6.0, 6.0, 6.0, 0.0], strict=True):
-        total_s = wait_s + 12.5
+    waits_s, evals_s = [6.1, 0.0, 0.0, 0.0], [0.0, 2.0, 2.0, 4.0]
+    for row, wait_s, eval_s, busy_s in zip(made.rows, waits_s, evals_s, [6.0, 6.0, 6.0, 0.0], strict=True):
+        total_s = wait_s + (12.5 if row["step"] == 4 else 10.5)
         expected = {
             "time/wait_rollouts": wait_s,
             "time/wait_stale": 0.0,
             "time/train": 10.0,
             "time/publish": 0.5,
-            "time/eval": 2.0,
+            "time/eval": eval_s,
             "time/switch": 0.0,
             "time/step": total_s,
             "busy/trainer": 10.0 / total_s,

@@ -94,7 +94,8 @@ FAMILIES: tuple[Key, ...] = (
     Key("memory/...", "GiB", "host_peak: the most that the host process ever held; generated, asleep, onloaded, "
         "trained, weights_awake, offloaded, awake: in use of the shared devices at the last switch, after each part of "
         "it"),
-    Key("eval/<suite>/<task>", "score", "an evaluation's result, in the row of the version that it judged"),
+    Key("eval/<suite>/<task>", "score",
+        "an evaluation's result: the task's first metric, in the row in which it ended"),
 )
 
 LEFT_AS: tuple[Outcome, ...] = ("trained", "zero_signal", "stale", "rejected", "timed_out")

@@ -19,7 +19,7 @@ from engine.protocols import StepResult
 from engine.types import Batch, Group, Version
 
 _LAG_PERIOD_S = 0.01
-_TIMES = ("wait_rollouts", "wait_stale", "train", "publish", "switch", "eval")
+_TIMES = ("wait_rollouts", "wait_stale", "train", "publish", "switch")
 
 
 class Timings:
@@ -63,6 +63,7 @@ class Recorder:
         self._verdicts: Mapping[str, str] = {}
         self._lags_ms: list[float] = []
         self._evaluation: dict[str, Value] = {}
+        self._evaluation_s = 0.0
 
     def start(self) -> None:
         """The first admission is about to happen: step times count from here."""
@@ -86,9 +87,10 @@ class Recorder:
         """The engines serve this version."""
         self.events.write("published", number=version.number, digest=version.digest)
 
-    def evaluated(self, metrics: dict[str, Value]) -> None:
-        """`eval/<suite>/<task>` values for the next row."""
+    def evaluated(self, metrics: dict[str, Value], seconds: float) -> None:
+        """`eval/<suite>/<task>` values, and the time that they took, for the next row."""
         self._evaluation |= metrics
+        self._evaluation_s += seconds
 
     async def watch_lag(self) -> None:
         """A stage: how late the loop answers a timer."""
@@ -135,10 +137,12 @@ class Recorder:
             | {f"memory/{transition}": used / 2**30 for transition, used in memory.items()}
             | {f"ledger/{env}/leased": self._leased[env] for env in self._envs}
             | {f"time/{name}": timings.get(name) for name in _TIMES}
+            | {"time/eval": self._evaluation_s}
         )
         self._leased.clear()
         self._lags_ms.clear()
         self._evaluation.clear()
+        self._evaluation_s = 0.0
         self.rows.append(row)
         self._metrics.write(row)
         self._rollouts.write(step, groups)

@@ -48,17 +48,17 @@ class Chat:
     `max_prompt_tokens` long."""
 
     def __init__(self, folder: Path, max_prompt_tokens: int, template: str = "") -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self._max_prompt_tokens = max_prompt_tokens
         if template:
-            self._tokenizer.chat_template = Path(template).expanduser().read_text()
-        if self._tokenizer.chat_template is None:
+            self.tokenizer.chat_template = Path(template).expanduser().read_text()
+        if self.tokenizer.chat_template is None:
             raise MissingError(
                 f"{folder}: the tokenizer has no chat template",
                 remedy="use an instruction-tuned model's folder, or name a template with model.chat_template",
             )
         self._control = {
-            number: token.content for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
+            number: token.content for number, token in self.tokenizer.added_tokens_decoder.items() if token.special
         }
         longest_first = sorted(self._control.values(), key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -90,7 +90,7 @@ class Chat:
             DataError: the template refuses the messages, tells an earlier turn otherwise once another follows, or ends
                 a turn without the tokenizer's EOS.
         """
-        ids, eos = self._ids(task, task.messages, answering=False), self._tokenizer.eos_token_id
+        ids, eos = self._ids(task, task.messages, answering=False), self.tokenizer.eos_token_id
         said = np.zeros(len(ids), np.bool_)
         end = 0
         for index, message in enumerate(task.messages):
@@ -119,7 +119,7 @@ class Chat:
             TemplateError: the template refuses the messages.
         """
         turns = [{"role": message.role, "content": message.content} for message in messages]
-        return self._tokenizer.apply_chat_template(turns, add_generation_prompt=answering, tokenize=False)
+        return self.tokenizer.apply_chat_template(turns, add_generation_prompt=answering, tokenize=False)
 
     def _prompt(self, task: Task) -> list[int]:
         return self._ids(task, task.messages, answering=True)
@@ -127,7 +127,7 @@ class Chat:
     def _ids(self, task: Task, messages: Sequence[Message], *, answering: bool) -> list[int]:
         try:
             if not any(self._spelled.search(message.content) for message in messages):
-                return self._tokenizer.encode(self.render(messages, answering=answering), add_special_tokens=False)
+                return self.tokenizer.encode(self.render(messages, answering=answering), add_special_tokens=False)
             return self._ids_around(messages, answering)
         except TemplateError as error:
             raise DataError(
@@ -149,7 +149,7 @@ class Chat:
         ids: list[int] = []
         for place, piece in enumerate(re.split(f"{mark}(\\d+){_CLOSE}", rendered)):
             text, spelled = (self._control[int(piece)], True) if place % 2 else (piece, False)
-            ids += self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=spelled)
+            ids += self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=spelled)
         return ids
 
     def _too_long(self, ids: Sequence[int]) -> str:
@@ -158,11 +158,11 @@ class Chat:
 
     def decode(self, token_ids: Int32) -> str:
         """Text of sampled tokens without special tokens."""
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
 
     def decode_all(self, token_ids: Int32) -> str:
         """Text with special tokens shown, as the model sees it."""
-        return self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
 
     def cut_at_stop(self, token_ids: Int32, stops: Sequence[str]) -> int | None:
         """Length of the shortest prefix whose text holds a stop string, or None: also one that spans segments."""

@@ -115,7 +115,7 @@ class Bench:
         from engine.reward.pool import ScoringPool
         from engine.rollout.chat import open_chat
         from engine.tasks.source import TaskSource
-        from evals.held_out import evaluate
+        from evals.during import evaluate
 
         folder = self._out / f"{name.replace(' ', '-')}-{seed}"
         shutil.rmtree(folder, ignore_errors=True)

@@ -5,17 +5,16 @@ completions; its first and last four steps, in which the slots fill and empty, a
 stages can do alone on the cores that they have in the run: g, generation with as many completions in flight and nobody
 training, and t, the very batches of the run trained with nobody generating. `split` is bound by the slower,
 `time_sliced` by 1 / (1/g + 1/t), which is also a lower bound of the trace (P3). Beside it: the same run at
-`max_staleness` 0, and P10, the seconds from a slice's last token to the next token, less training and publishing, over
-the seconds of the slice.
+`max_staleness` 0, and P10, the seconds from a slice's last token until every open completion has made its next, less
+training and publishing, over all seconds.
 
-Run: python -m profiling.bench.placements time_sliced|split [--steps 18] [--max-staleness 4]
+Run: python -m profiling.bench.placements time_sliced|split [--steps 18] [--max-staleness 4] [section.key=value ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,10 @@ from engine.config import Config, load
 from engine.types import Group, Lease, Sampling
 
 _EDGE = 4
+_WHOLE_WAVES = 128
 _LOOK_S = 0.002
+# Longer than the engine takes for a step, shorter than the trainer.
+_SILENCE_S = 1.0
 
 
 class Tokens:
@@ -37,44 +39,53 @@ class Tokens:
 
     def __init__(self, generator: Any) -> None:
         self._states = generator.llm.output_processor.request_states
-        self.seen_s: list[float] = []
+        self._silences: list[tuple[float, float]] = []
 
     async def watch(self) -> None:
         """Never returns."""
-        before: dict[str, int] = {}
+        before, last_s, since_s, pending = dict[str, int](), now(), 0.0, set[str]()
         while True:
             await asyncio.sleep(_LOOK_S)
             made = {name: state.detokenizer.num_output_tokens() for name, state in self._states.items()}
             if any(made.get(name, -1) != count for name, count in before.items()) or any(
                 count for name, count in made.items() if name not in before
             ):
-                self.seen_s.append(now())
+                if now() - last_s > _SILENCE_S:
+                    since_s, pending = last_s, {name for name, count in made.items() if not count}
+                last_s = now()
+            if pending and not (pending := {name for name in pending if made.get(name) == 0}):
+                self._silences.append((since_s, now()))
             before = made
 
-    def gaps(self, first_s: float, last_s: float) -> list[float]:
-        """Seconds between two tokens of which the earlier came in that time."""
-        return [after_s - at_s for at_s, after_s in itertools.pairwise(self.seen_s) if first_s <= at_s < last_s]
+    def silences(self, first_s: float, last_s: float) -> list[float]:
+        """Seconds from a last token in that time until every request that was open when the next one came had made
+        one: the cache has been computed again."""
+        return [after_s - at_s for at_s, after_s in self._silences if first_s <= at_s < last_s]
 
 
 class Bench:
     """One engine, several runs and measurements on it."""
 
-    def __init__(self, placement: str, steps: int, max_staleness: int, out: Path) -> None:
+    def __init__(self, placement: str, steps: int, max_staleness: int, overrides: Sequence[str], out: Path) -> None:
         from engine.host import build_generator
         from engine.observe.terminal import SilentTerminal
         from engine.rollout.chat import open_chat
         from engine.train.model import materialise
 
-        self._placement, self._steps, self._max_staleness, self._out = placement, steps, max_staleness, out
+        self._placement, self._steps, self._out = placement, steps, out
+        self._max_staleness, self._overrides = max_staleness, overrides
         self.config = self._configured(max_staleness)
         self._model_folder = materialise(self.config.model.path)
         self._chat = open_chat(self.config, self._model_folder)
-        self._generator: Any = build_generator(self.config, self._model_folder, out, SilentTerminal())
+        # For the run at 0 whole waves must fit.
+        self._generator: Any = build_generator(self._configured(0), self._model_folder, out, SilentTerminal())
 
     def _configured(self, max_staleness: int) -> Config:
+        plain = [] if max_staleness else [f"generate.max_in_flight={_WHOLE_WAVES}", "schedule.steps_per_slice=1"]
         return load(Path("configs/quickstart.toml"), [
             f"schedule.placement={self._placement}", f"schedule.max_staleness={max_staleness}",
             f"run.steps={self._steps}", "train.lr=1e-12", "evals.every=0", "observe.tensorboard=false",
+            *self._overrides, *plain,
         ])
 
     async def measure(self) -> None:
@@ -95,6 +106,10 @@ class Bench:
         bound = min(generation, training) if apart else 1 / (1 / generation + 1 / training)
         goal = ".9" if apart else ".95"
         stale = max(row["staleness/max"] or 0 for row in rows)
+        counted = rows[_EDGE:-_EDGE]
+        for name in ("step", "wait_rollouts", "wait_stale", "train", "publish", "switch"):
+            print(f"time/{name} {sum(row[f'time/{name}'] or 0.0 for row in counted) / len(counted):.2f} s", end="  ")
+        print()
         print(f"groups/s: generation alone {generation:.3f}, training alone {training:.3f}, "
               f"max_staleness {self._max_staleness} {asynchronous:.3f} (largest staleness {stale})")
         print(f"P2 {self._placement} / {'slower stage' if apart else 'its limit'} {asynchronous / bound:.3f} "
@@ -102,8 +117,8 @@ class Bench:
         if not apart:
             print(f"P3 over max_staleness 0: {asynchronous / plain:.3f}")
             ends_s = [begun_s + row["time_s"] for row in rows]
-            gaps = tokens.gaps(ends_s[_EDGE - 1], ends_s[-_EDGE - 1])
-            switch_s, slice_s = self._switches(rows[_EDGE:-_EDGE], gaps)
+            silences_s = tokens.silences(ends_s[_EDGE - 1], ends_s[-_EDGE - 1])
+            switch_s, slice_s = self._switches(rows[_EDGE:-_EDGE], silences_s)
             print(f"P10 switch / slice {switch_s / slice_s:.3f} (goal <= .05): {switch_s:.2f} s of {slice_s:.2f} s")
 
     async def _run(self, max_staleness: int) -> list[dict[str, Any]]:
@@ -111,7 +126,7 @@ class Bench:
         from engine.observe.terminal import SilentTerminal
         from engine.reward.pool import ScoringPool
         from engine.tasks.source import TaskSource
-        from evals.held_out import evaluate
+        from evals.during import evaluate
 
         config = self._configured(max_staleness)
         folder = self._out / f"staleness-{max_staleness}"
@@ -129,13 +144,10 @@ class Bench:
         rows = rows[_EDGE:-_EDGE]
         return len(rows) * self.config.schedule.groups_per_step / sum(row["time/step"] for row in rows)
 
-    def _switches(self, rows: Sequence[dict[str, Any]], gaps: Sequence[float]) -> tuple[float, float]:
-        """Seconds of a switch and of a slice, means. No token comes while the trainer has the cores, so whatever is
-        silent for longer than the quickest step is a slice, or several in which no token was made between."""
-        quickest_s = min(row["time/train"] for row in rows if not row["skipped"])
+    def _switches(self, rows: Sequence[dict[str, Any]], silences_s: Sequence[float]) -> tuple[float, float]:
+        """Seconds of switching and in all per step, means: no token comes while the trainer has the cores."""
         busy_s = sum(row["time/train"] + row["time/publish"] for row in rows)
-        switching_s = sum(gap for gap in gaps if gap > quickest_s) - busy_s
-        return switching_s / len(rows), sum(row["time/step"] for row in rows) / len(rows)
+        return (sum(silences_s) - busy_s) / len(rows), sum(row["time/step"] for row in rows) / len(rows)
 
     async def _generation_alone(self, steps: int) -> float:
         """Groups per second with every slot generating, from the first step's worth of groups to the last."""
@@ -202,10 +214,12 @@ def main() -> None:
     parser.add_argument("placement", choices=["time_sliced", "split"])
     parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--max-staleness", type=int, default=4)
-    arguments = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_intermixed_args()
     environment.prepare()
     with tempfile.TemporaryDirectory() as out:
-        clock.run(Bench(arguments.placement, arguments.steps, arguments.max_staleness, Path(out)).measure())
+        clock.run(Bench(arguments.placement, arguments.steps, arguments.max_staleness, arguments.overrides,
+                        Path(out)).measure())
 
 
 if __name__ == "__main__":

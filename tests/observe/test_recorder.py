@@ -141,7 +141,7 @@ def test_a_row_by_hand(tmp_path: Path, clock: Clock) -> None:
 def test_a_row_counts_from_the_one_before(tmp_path: Path, clock: Clock) -> None:
     book = recorder(tmp_path)
     book.leased("sums")
-    book.evaluated({"eval/held_out/sums": 0.5})
+    book.evaluated({"eval/held_out/sums": 0.5}, 3.0)
     write(book, clock)
     book.leased("sums")
     book.leased("sums")
@@ -154,6 +154,7 @@ def test_a_row_counts_from_the_one_before(tmp_path: Path, clock: Clock) -> None:
     assert (first["time_s"], second["time_s"]) == (10.0, 25.0)
     assert first["eval/held_out/sums"] == 0.5
     assert "eval/held_out/sums" not in second
+    assert (first["time/eval"], second["time/eval"]) == (3.0, 0.0)
 
 
 def test_a_skipped_step_is_said_everywhere(tmp_path: Path, clock: Clock) -> None:
