@@ -33,12 +33,13 @@ from engine.rollout.drive import Driver
 from engine.supervised import supervise
 from engine.tasks.source import TaskSource
 from engine.timeslice import Placement, Split, TimeSlice, golden, settle_level
-from engine.train.model import end_token_ids, folder_digest, materialise
+from engine.train.model import end_token_ids, materialise
 from engine.train.pack import Packing
 from engine.train.rank import Learner, World
 from engine.train.thread import TrainingThread, training_cores
 from engine.train.trainer import TorchTrainer
 from engine.types import Segment, Version
+from engine.weights.digest import folder_digest
 
 # torchrun kills its workers 30 s after a signal; what is saved must be saved before that.
 STOP_LIMIT_S = 25.0
@@ -194,7 +195,7 @@ class Host:
         # An engine that has served another run has its weights still.
         limit_s, fresh = self._config.run.stage_timeout_s, not self._generator.served_version
         before = await golden(self._generator, limit_s) if self._sleeps and fresh else None
-        served = Version(number=0, digest=folder_digest(self._model_folder))
+        served = Version(number=0, digest=folder_digest(self._model_folder, getattr(torch, self._config.engine_dtype)))
         self._terminal.status("loading the trainer")
         async with placement.training():
             self._trainer = await self._thread.call(self._build_trainer)

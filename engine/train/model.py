@@ -6,7 +6,6 @@ are made once and kept in a cache folder.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -57,15 +56,6 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
     )
     model.to(device)  # pyright: ignore[reportArgumentType]  # the library's own annotation of `to` knows no device
     return model.train()
-
-
-def folder_digest(folder: Path) -> str:
-    """SHA-256 of a folder's weight files: names the version that an engine serves before the first update."""
-    running = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            running.update(hashlib.file_digest(file, "sha256").digest())
-    return running.hexdigest()
 
 
 def _cached(name: str, build: Callable[[Path], None]) -> Path:

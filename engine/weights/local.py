@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import mmap
 import os
 import pickle
@@ -43,6 +42,7 @@ from vllm.utils.network_utils import get_open_port
 from engine.protocols import InThread
 from engine.types import Version
 from engine.vllm_plugin import SHARED_MEMORY_BACKEND, calling_the_engine, register_weight_transfer
+from engine.weights.digest import WeightsDigest
 
 register_weight_transfer()
 
@@ -62,19 +62,18 @@ class MasterWeights(WeightSource):
         self._policy = policy
         self._wire_dtype = wire_dtype
         self.digest = ""
-        """SHA-256 of names and bytes, in manifest order, of the last complete iteration."""
+        """Of the last complete iteration."""
 
     def metadata(self) -> list[ParamMeta]:
         return [ParamMeta(name, self._wire_dtype, tuple(p.shape)) for name, p in self._policy.model.named_parameters()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        running = hashlib.sha256()
+        whole = WeightsDigest()
         for name, parameter in self._policy.full_parameters():
             tensor = parameter.to(self._wire_dtype)
-            running.update(name.encode())
-            running.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+            whole.add(name, tensor)
             yield name, tensor
-        self.digest = running.hexdigest()
+        self.digest = whole.hexdigest()
 
 
 class UncastWeights(MasterWeights):
@@ -200,11 +199,10 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
 
 
 def _digest(memory: mmap.mmap, metas: list[ParamMeta]) -> str:
-    running = hashlib.sha256()
+    whole = WeightsDigest()
     for name, tensor in views(memory, metas):
-        running.update(name.encode())
-        running.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return running.hexdigest()
+        whole.add(name, tensor)
+    return whole.hexdigest()
 
 
 def _nbytes(meta: ParamMeta) -> int:
