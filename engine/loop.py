@@ -66,6 +66,8 @@ class Run:
     save: Callable[[int], Awaitable[None]]
     evaluate: Callable[[int, Version], Coroutine[Any, Any, None]]
     served: Version
+    evaluation: asyncio.Task[None] | None = None
+    """Under way, or the last one."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     dropped: list[Group] = field(default_factory=list[Group])
     """Since the last row."""
@@ -185,7 +187,7 @@ async def train(run: Run) -> int:
 
 
 async def _train(run: Run, evaluations: asyncio.TaskGroup) -> int:
-    step, evaluation = 0, None
+    step = 0
     while step < run.config.run.steps:
         timings, last = Timings(), _slice_end(run.config, step)
         # On shared devices the trainer takes over once a whole slice is ready; on its own ones it works as groups come.
@@ -205,15 +207,15 @@ async def _train(run: Run, evaluations: asyncio.TaskGroup) -> int:
                 ready = ready or await select(run, 1, timings)
                 if not ready:
                     return step
-            if evaluation is not None:  # the generator serves the version that it is of until it has ended
-                await evaluation
+            if run.evaluation is not None:  # the generator serves the version that it is of until it has ended
+                await run.evaluation
             if run.placement.exclusive or run.trainer.version != served:
                 async with run.placement.publishing():
                     if run.trainer.version != served or run.placement.must_publish:
                         await _publish(run, timings)
-            evaluation = evaluations.create_task(run.evaluate(step, run.served))
+            run.evaluation = evaluations.create_task(run.evaluate(step, run.served))
             if _evaluates_alone(run, step):
-                await evaluation
+                await run.evaluation
         # Outside the slice: nothing holds back a wave, which begins as soon as its groups are admitted.
         await run.admission.published()
         timings.add("switch", run.placement.take_switch_s())
@@ -320,13 +322,18 @@ async def _next_ready(run: Run, version: int) -> Group | None:
     limit_s = run.config.run.stage_timeout_s
     await run.admission.drop_stale(version)
     while True:
-        await _let_go(run)
+        # An evaluation holds the generator, within limits of its own.
+        held = run.evaluation is not None and not run.evaluation.done()
+        if not held:
+            await _let_go(run)
         ready = asyncio.ensure_future(run.admission.select())
         stopping = asyncio.ensure_future(run.stop.wait())
         try:
             await asyncio.wait({ready, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
                 return None
+            if not ready.done() and held:
+                continue
             if not ready.done():
                 raise StalledError(
                     f"generation or scoring: no group became ready within {limit_s} s, "

@@ -150,7 +150,7 @@ class Parts:
     thread: Any = field(default_factory=InlineThread)
     scorer: Any = field(default_factory=Alternating)
     save: Callable[[int], Awaitable[None]] = nothing_to_save
-    evaluate: Callable[[int, Timings], Awaitable[None]] = nothing_due
+    evaluate: Callable[[int, Version], Coroutine[Any, Any, None]] = nothing_due
     route: Any = None
     schedule: dict[str, Any] = field(default_factory=dict[str, Any])
     evals_every: int = 0
@@ -357,6 +357,19 @@ def test_in_split_the_next_step_trains_during_an_evaluation_and_its_update_waits
     # The second step was made by the time the first evaluation ended: its update and the next evaluation follow.
     (_, _, first_end, _), (_, second_start, _, _), _ = asked
     assert second_start - first_end == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_long_evaluation_in_split_is_no_stall(parts: Callable[..., Parts]) -> None:
+    """It holds the generator for ten times the limit; the trainer has nothing left to train meanwhile."""
+
+    async def evaluate(step: int, version: Version) -> None:
+        async with made.made.placement.quiet():
+            await asyncio.sleep(600.0)
+
+    made = parts(steps=3, max_staleness=1, thread=InlineThread(3.0), evaluate=evaluate, limit_s=60.0,
+                 schedule={"placement": "split"})
+    assert run_virtual(made.stages()) == 3
+    assert made.rows[-1]["time_s"] > 1800
 
 
 @pytest.mark.parametrize(
