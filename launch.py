@@ -98,7 +98,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
     from engine.algorithms.presets import resolve
     from engine.reward.pool import ScoringPool
     from engine.tasks.source import TaskSource
-    from evals.suites import find
+    from evals.suites import named
     from evals.suites.questions import reserved
 
     # Before the heavy imports: what is wrong with the loss, tasks or scorers is said at once.
@@ -106,9 +106,7 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
         print("warning: algorithm.ratio = 'none' is the uncorrected baseline of studies", file=sys.stderr)
     tasks = TaskSource(config.tasks, config.run.seed, reserved(config.tasks))
     scorer = ScoringPool(config.tasks, config.reward, config.generate.max_new_tokens)
-    for suite in config.evals.suites:
-        if suite != "held_out":
-            find(suite)
+    suites = named(config.evals.suites)
     if arguments.dry_run:
         return _dry_run(config)
     if arguments.preview is not None and config.algorithm.preset == "ce":
@@ -126,6 +124,8 @@ def _run(config: Config, arguments: argparse.Namespace) -> int:
             from evals.during import evaluate
 
             require_device(config.train)
+            for suite in suites if config.evals.every else ():
+                suite.load()  # what it lacks is said before the engine starts
             run_host(config, arguments.config.stem, tasks, scorer, evaluate, World.from_environment())
         return 0
     except FarfieldError:

@@ -415,6 +415,9 @@ def _refuse_contradictions(config: Config) -> None:
     if "held_out" in asked and not any(task.held_out for task in config.tasks):
         raise ConfigError("evals.every", value=config.evals.every, limit="no task holds questions out",
                           remedy="set tasks.0.held_out, or evals.every = 0, or leave held_out out of evals.suites")
+    if "held_out" in asked and not config.evals.temperature:
+        raise ConfigError("evals.temperature", value=0.0, limit="held_out samples each question 8 times",
+                          remedy="set it above 0: a greedy answer is taken beside them")
     if asked and generate.backend == "replay":
         raise ConfigError("evals.every", value=config.evals.every, limit="a recorded run answers nothing else",
                           remedy="set evals.every = 0 with generate.backend = 'replay'")

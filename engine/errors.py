@@ -68,6 +68,5 @@ def report(error: BaseException) -> int:
         traceback.print_exception(error)
     print(f"error: {error}" if known else f"error: {type(error).__name__}: {error}", file=sys.stderr)
     if not known or not error.remedy:
-        print("  -> the traceback above names the place; the engine's own log is engine.log in the run folder",
-              file=sys.stderr)
+        print("  -> the traceback above names the place; the engine's log was named when it started", file=sys.stderr)
     return error.exit_code if known else 1

@@ -15,15 +15,18 @@ from pathlib import Path
 import msgspec
 
 from engine import clock, environment
-from engine.config import Config, load
+from engine.config import AlgorithmSection, Config, load
 from engine.errors import DataError, FarfieldError, report
 from engine.types import Version
 from evals.suites import Suite, find, listing
 
 _DEFAULTS = Path(__file__).with_name("default.toml")
-# An evaluation has the whole host and trains nothing.
-_WHOLE_HOST = ("schedule.placement=time_sliced", "schedule.max_staleness=1", "train.micro_batch_tokens=1000000000",
-               "generate.backend=vllm", "generate.max_new_tokens=1")
+# An evaluation has the whole host and trains nothing: what only training needs must not stand in the way.
+_WHOLE_HOST = (
+    "schedule.placement=time_sliced", "schedule.cores=", "schedule.max_staleness=1", "schedule.steps_per_slice=1",
+    "schedule.in_flight=recompute", "train.micro_batch_tokens=1000000000", "generate.backend=vllm",
+    "generate.replay_from=", "generate.max_new_tokens=1", "evals.every=0",
+)
 
 # What a server does not tell.
 _AS_SERVED = {"dtype": "as served", "lm_head_dtype": "as served"}
@@ -71,11 +74,10 @@ def _parse() -> argparse.Namespace:
     run.add_argument("--suite", required=True, metavar="S", help="see `list`; or a folder of lm-eval task files")
     run.add_argument("--checkpoint", required=True, metavar="PATH",
                      help="a checkpoint, a run folder (its latest one), an HF folder, an alias or a hub id")
-    run.add_argument("--limit", type=int, default=0, metavar="N", help="the first N questions of each task")
-    run.add_argument("--temperature", type=float, default=1.0, metavar="T",
-                     help="of tasks that sample; 0: greedy, once")
+    run.add_argument("--limit", metavar="N", help="the first N questions of each task; 0: all")
+    run.add_argument("--temperature", metavar="T", help="of tasks that sample; 0: greedy, once")
     run.add_argument("--out", type=Path, metavar="F", help="the result's file")
-    run.add_argument("--base-url", metavar="U", help="ask a server that serves the checkpoint: http://HOST:PORT")
+    run.add_argument("--base-url", metavar="U", help="ask a server that serves the checkpoint: http://HOST:PORT/v1")
     run.add_argument("overrides", nargs="*", metavar="section.key=value", help="such as generate.max_model_len=4096")
     compare = commands.add_parser("compare", help="is the second better than the first?")
     compare.add_argument("first", type=Path, metavar="A.json")
@@ -113,7 +115,15 @@ class Checkpoint(msgspec.Struct, frozen=True):
     def config(self, overrides: Sequence[str]) -> Config:
         """The run's own settings, so that results compare with those made during training."""
         source = self.run / "config.toml" if self.run else _DEFAULTS
-        return load(source, [*_WHOLE_HOST, f"model.path={self.model}", *overrides])
+        config = load(source, [*_WHOLE_HOST, f"model.path={self.model}", *overrides])
+        return msgspec.structs.replace(config, algorithm=AlgorithmSection())  # supervised steps have no engine
+
+    def number(self) -> int:
+        """Of its version: a step that changed no weights makes none. 0 outside a run."""
+        lines = (self.run / "events.jsonl").read_bytes().splitlines() if self.run else []
+        events = [msgspec.json.decode(line) for line in lines]
+        saved = [event["version"] for event in events if event["kind"] == "checkpoint" and event["step"] == self.step]
+        return saved[-1] if saved else 0
 
     def out(self, suite: Suite) -> Path:
         """Where a run would have put the result, else in the current folder."""
@@ -124,10 +134,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 def _run(arguments: argparse.Namespace) -> None:
     checkpoint = Checkpoint.of(arguments.checkpoint)
-    config = checkpoint.config([*arguments.overrides, f"evals.limit={arguments.limit}",
-                                f"evals.temperature={arguments.temperature}"])
+    given = {"evals.limit": arguments.limit, "evals.temperature": arguments.temperature}
+    config = checkpoint.config([
+        *arguments.overrides, *(f"{key}={value}" for key, value in given.items() if value is not None)
+    ])
     suite = find(arguments.suite, arguments.include_path)
     out = arguments.out or checkpoint.out(suite)
+    if out.exists():
+        raise DataError(f"{out} is there already", remedy="remove it, or name another file with --out")
     suite.load()  # what is wrong with it is said before an engine starts
     if arguments.base_url:
         _on_server(arguments.base_url, checkpoint, config, suite, out)
@@ -137,15 +151,18 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _on_engine(checkpoint: Checkpoint, config: Config, suite: Suite, out: Path) -> None:
+    import torch
+
     from engine.host import build_generator
     from engine.observe.terminal import open_terminal
     from engine.rollout.chat import open_chat
-    from engine.train.model import folder_digest, materialise
+    from engine.train.model import materialise
+    from engine.weights.digest import folder_digest
     from evals.during import evaluate_and_tell
 
     folder = materialise(config.model.path)
     chat = open_chat(config, folder)
-    version = Version(number=checkpoint.step or 0, digest=folder_digest(folder))
+    version = Version(number=checkpoint.number(), digest=folder_digest(folder, getattr(torch, config.engine_dtype)))
     terminal = open_terminal("plain", steps=1, title="evals")
     # Kept if anything fails: the engine's log is in it.
     scratch = Path(tempfile.mkdtemp(prefix="farfield-evals-"))
@@ -179,7 +196,7 @@ def _on_server(url: str, checkpoint: Checkpoint, config: Config, suite: Suite, o
                           at_once=config.generate.max_in_flight)
     fits = config.generate.max_model_len
     asked = Asked(model=engine.model_name, version=engine.version, step=checkpoint.step,
-                  settings=settings_of(config, chat.tokenizer, f"server {engine.model_name}") | _AS_SERVED,
+                  settings=settings_of(config, chat.tokenizer, "server") | _AS_SERVED,
                   limit=config.evals.limit, temperature=config.evals.temperature,
                   max_length=min(fits, engine.max_length or fits))
     terminal = open_terminal("plain", steps=1, title="evals")

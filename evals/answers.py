@@ -6,7 +6,6 @@ another's.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from engine.errors import DataError
 from engine.types import Int32, SegmentRequest
 
 
@@ -29,7 +29,11 @@ class Answer(msgspec.Struct, frozen=True):
 
 class AnswerFile:
     """`SUITE.partial.jsonl`, appended to and synced as answers come. `context` is part of every key: the digest of the
-    weights and what else an answer depends on."""
+    weights and what else an answer depends on.
+
+    Raises:
+        DataError: the file is damaged before its last line.
+    """
 
     def __init__(self, path: Path, context: str) -> None:
         self._context = context
@@ -76,8 +80,7 @@ def _whole_lines(path: Path) -> list[Answer]:
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         os.truncate(path, len(whole))
-    answers: list[Answer] = []
-    for line in whole.splitlines():
-        with contextlib.suppress(msgspec.DecodeError):  # damaged: asked again
-            answers.append(msgspec.json.decode(line, type=Answer))
-    return answers
+    try:
+        return [msgspec.json.decode(line, type=Answer) for line in whole.splitlines()]
+    except msgspec.DecodeError as error:
+        raise DataError(f"{path} is damaged: {error}", remedy="remove it: the evaluation begins anew") from error

@@ -41,28 +41,29 @@ async def _suite(name: str, generator: Generator, chat: Chat, config: Config, fo
     suite = find(name)
     out = folder / f"{suite.stem}.json"
     result = await evaluate_and_tell(suite, generator, chat, config, version, step, out, terminal)
-    _look_back(suite, folder.parent, terminal, last=step == config.run.steps)
-    return {f"eval/{result.suite}/{task}": next(iter(told.metrics.values()), None)
-            for task, told in result.tasks.items()}
+    if told := await asyncio.to_thread(_look_back, suite, folder.parent, step == config.run.steps):
+        terminal.note(f"{suite.name}, first to last: {told}")
+    return {f"eval/{result.suite}/{name}": next(iter(task.metrics.values()), None)
+            for name, task in result.tasks.items()}
 
 
-def _look_back(suite: Suite, evals: Path, terminal: Terminal, *, last: bool) -> None:
-    """The suite's plot up to here, and after the last step how that compares with the first."""
+def _look_back(suite: Suite, evals: Path, last: bool) -> str:
+    """The suite's plot up to here, and after the last step how that compares with the first, in words."""
     from evals.compare import compare, render
     from evals.plot import plot, read_suite
 
     results = read_suite(evals, suite.stem)
     plot(results, evals / f"{suite.stem}.svg")
-    if last and len(results) > 1:
-        try:
-            told = render(compare(results[0], results[-1]))
-        except DataError as error:  # a run that was resumed with other settings
-            terminal.note(f"{suite.name}, first and last: {error}")
-            return
-        path = evals / f"{suite.stem}.txt"
-        path.write_text(told + "\n")
-        _, _, in_words = told.rpartition("\n\n")
-        terminal.note(f"{suite.name}, first to last: {' '.join(in_words.split())} ({path})")
+    if not last or len(results) < 2:
+        return ""
+    try:
+        told = render(compare(results[0], results[-1]))
+    except DataError as error:  # a run that was resumed with other settings
+        return str(error)
+    path = evals / f"{suite.stem}.txt"
+    path.write_text(told + "\n")
+    _, _, in_words = told.rpartition("\n\n")
+    return f"{' '.join(in_words.split())} ({path})"
 
 
 async def evaluate_and_tell(suite: Suite, generator: Generator, chat: Chat, config: Config, version: Version,

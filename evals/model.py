@@ -7,7 +7,6 @@ and order, so that the same requests under the same weights give the same answer
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -18,15 +17,15 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from engine.clock import within
-from engine.errors import ConfigError, DataError
+from engine.errors import ConfigError, DataError, GenerationError
 from engine.protocols import Generator
 from engine.reward.answer import after_thinking
 from engine.seeds import derive_seed
 from engine.types import Int32, Scored, Segment, SegmentRequest
 from evals.answers import Answer, AnswerFile
 
-# Of the engine's batches: large enough that tails are few, small enough that an interruption loses little.
-_WAVE = 256
+# Large enough that tails are few, small enough that an interruption loses little.
+_WAVE = 128
 _SEED = 30_000
 _DEFAULT_NEW_TOKENS = 256
 # Settings that a task may give when they change nothing: sampling is from the full distribution.
@@ -55,9 +54,11 @@ class Engine(Protocol):
 
 
 class OnLoop:
-    """The `Engine` that this host's generator is, called from another thread. Nothing else may be in flight.
+    """The `Engine` that this host's generator is, called from another thread. Nothing else may be in flight, and the
+    served version stays what it is.
 
     Raises:
+        GenerationError: tokens came from another version, by the engine's own word.
         StalledError: a wave took more than `limit_s`.
     """
 
@@ -65,11 +66,15 @@ class OnLoop:
         self._generator = generator
         self._loop = loop
         self._limit_s = limit_s
-        self._asked: concurrent.futures.Future[Any] | None = None
+        self._version = generator.served_version
+        self._wave: asyncio.Task[Any] | None = None
         self._stopped = False
 
     def generate(self, requests: Sequence[SegmentRequest]) -> list[Segment]:
-        return self._ask(self._generator.wave(requests))
+        segments = self._ask(self._generator.wave(requests))
+        if others := {version for made in segments for _, version in made.version_spans} - {self._version}:
+            raise GenerationError(f"an evaluation of version {self._version} got tokens of {sorted(others)}")
+        return segments
 
     def score(self, prompts: Sequence[Int32]) -> list[Scored]:
         return self._ask(self._generator.score(prompts))
@@ -77,17 +82,17 @@ class OnLoop:
     def stop(self) -> None:
         """On the loop."""
         self._stopped = True
-        if self._asked is not None:
-            self._asked.cancel()
+        if self._wave is not None:
+            self._wave.cancel()
 
     def _ask(self, wave: Coroutine[Any, Any, Made]) -> Made:
-        self._asked = asyncio.run_coroutine_threadsafe(self._limited(wave), self._loop)
-        return self._asked.result()
+        return asyncio.run_coroutine_threadsafe(self._limited(wave), self._loop).result()
 
     async def _limited(self, wave: Coroutine[Any, Any, Made]) -> Made:
         if self._stopped:
             wave.close()
             raise asyncio.CancelledError
+        self._wave = asyncio.current_task()
         return await within(self._limit_s, "an evaluation wave", wave)
 
 
@@ -109,7 +114,7 @@ class EngineLM(TemplateLM):
         self.truncated: Counter[tuple[str, int]] = Counter()
         self._engine = engine
         self._answers = answers
-        self._max_length = max_length
+        self.max_length = max_length
         self._progress = progress
 
     @property
@@ -194,7 +199,7 @@ class EngineLM(TemplateLM):
             text = arguments[0]
             # One less than the length: the engine makes a token after what it scores.
             for window in get_rolling_token_windows(self.tok_encode(text, False), self.prefix_token_id,
-                                                    max_seq_len=self._max_length - 2, context_len=1):
+                                                    max_seq_len=self.max_length - 2, context_len=1):
                 windows.append(((text, ""), *make_disjoint_window(window)))
                 owners.append(owner)
         totals = [0.0] * len(requests)
@@ -236,9 +241,9 @@ class EngineLM(TemplateLM):
         return answer
 
     def _require_room(self, prompt: str, needed: int) -> None:
-        if needed > self._max_length:
+        if needed > self.max_length:
             raise ConfigError(
-                "generate.max_model_len", value=self._max_length,
+                "generate.max_model_len", value=self.max_length,
                 limit=f"an evaluation's prompt and answer need {needed} tokens: {prompt[:80]!r}",
                 remedy=f"set generate.max_model_len = {needed} or more, or leave the suite out",
             )

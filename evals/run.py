@@ -36,7 +36,8 @@ def _silently(documents: Any, **_: Any) -> Any:
 
 # lm-eval 0.4.13 shows the milliseconds in which it makes prompts as progress, over whatever the terminal shows.
 lm_eval.api.task.tqdm = _silently
-
+# As lm-eval's own command: which examples stand before a question must not change from one evaluation to the next.
+_EXAMPLES_SEED = 1234
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +59,7 @@ def settings_of(config: Config, tokenizer: Any, backend: str) -> dict[str, str]:
         "backend": backend,
         "dtype": config.engine_dtype,
         "lm_head_dtype": config.model.lm_head_dtype,
-        "chat_template": hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()[:16],
+        "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16],
         "lm_eval": importlib.metadata.version("lm-eval"),
     }
 
@@ -96,7 +97,7 @@ async def evaluate_suite(suite: Suite, asked: Asked, engine: Engine, tokenizer: 
             tasks = await asyncio.shield(working)
         except asyncio.CancelledError:
             engine.stop()
-            await asyncio.wait({working})
+            await asyncio.gather(working, return_exceptions=True)
             raise
         result = SuiteResult(suite=suite.name, model=asked.model, step=asked.step, version=asked.version,
                              settings=asked.settings, seconds=time.monotonic() - started, tasks=tasks)
@@ -117,6 +118,7 @@ def run_suite(suite: Suite, model: EngineLM, *, limit: int, temperature: float) 
     for chat in (True, False):
         tasks = {name: task for name, task in loaded.items() if in_chat(task) is chat}
         for task in tasks.values():
+            task.set_fewshot_seed(_EXAMPLES_SEED)
             _set_temperature(task, temperature)
         if tasks:
             whole: Any = evaluate(model, {"tasks": tasks}, limit=limit or None, bootstrap_iters=0,
@@ -160,7 +162,7 @@ def _task_result(name: str, task: Any, whole: Mapping[str, Any], model: EngineLM
         higher_is_better=better,
         estimates=_estimates(ordered),
         truncated=sum(question.truncated for question in ordered) / answers if generates else None,
-        settings=_settings(task),
+        settings=_settings(task, model.max_length),
         questions=ordered,
     )
 
@@ -213,7 +215,7 @@ def _estimate(values: Sequence[float]) -> Estimate | None:
     return Estimate(mean, mean - half, mean + half, len(values))
 
 
-def _settings(task: Any) -> dict[str, Any]:
+def _settings(task: Any, window: int) -> dict[str, Any]:
     config = task.config
     return {
         "version": str((config.metadata or {}).get("version", "")),
@@ -221,4 +223,6 @@ def _settings(task: Any) -> dict[str, Any]:
         "samples": config.repeats,
         "num_fewshot": config.num_fewshot or 0,
         "chat": in_chat(task),
+        # A longer text is scored in windows.
+        "window": window if task.OUTPUT_TYPE == "loglikelihood_rolling" else None,
     }

@@ -61,19 +61,19 @@ class _Completion(msgspec.Struct):
 
 
 class ServerEngine:
-    """`evals.model.Engine` over `base_url`, such as "http://HOST:8000/v1". `model` is a name that it serves, empty: the
-    only one. Requests end at `end_token_ids` alone; `at_once` are under way at a time.
+    """`evals.model.Engine` over `base_url`, such as "http://HOST:8000/v1", which serves one model. Requests end at
+    `end_token_ids` alone; `at_once` are under way at a time.
 
     Raises, when it is made and by every call:
         MissingError: nothing answers at the URL.
         GenerationError: the server refuses, with its own words, or answers as vLLM's does not.
         StalledError: a request had no answer within `limit_s`.
     And when it is made:
-        ConfigError: the URL is none, or the server has no such model.
+        ConfigError: the URL is none, or the server has several models.
     """
 
     def __init__(
-        self, base_url: str, model: str = "", *, end_token_ids: Sequence[int], limit_s: float, at_once: int = 64,
+        self, base_url: str, *, end_token_ids: Sequence[int], limit_s: float, at_once: int = 64,
     ) -> None:
         if not base_url.startswith(("http://", "https://")):
             raise ConfigError("--base-url", value=base_url, limit="is no http or https URL",
@@ -83,7 +83,7 @@ class ServerEngine:
         self._limit_s = limit_s
         self._at_once = at_once
         self._stopped = False
-        self._model = self._named(model)
+        self._model = self._served()
 
     @property
     def model_name(self) -> str:
@@ -121,14 +121,13 @@ class ServerEngine:
         its open requests have ended, every later one at once."""
         self._stopped = True
 
-    def _named(self, name: str) -> _Model:
+    def _served(self) -> _Model:
         models = self._ask("/models", None, _Models).data
-        found = [model for model in models if name in ("", model.id)]
-        if len(found) != 1:
+        if len(models) != 1:
             names = ", ".join(model.id for model in models)
-            raise ConfigError("--model", value=name, limit=f"the server at {self._url} serves {names or 'nothing'}",
-                              remedy="name one of them")
-        return found[0]
+            raise ConfigError("--base-url", value=self._url, limit=f"serves {names or 'nothing'}, not just one model",
+                              remedy="ask a server that serves the checkpoint alone")
+        return models[0]
 
     def _body(self, prompt: Int32, **settings: Any) -> dict[str, Any]:
         return {

@@ -19,6 +19,8 @@ custom_dataset: !function data.make
 test_split: test
 doc_to_text: "{{question}}"
 doc_to_target: "{{answer}}"
+num_fewshot: SHOTS
+fewshot_split: test
 generation_kwargs: {until: ["\\n"], max_gen_toks: 6, do_sample: true, temperature: 1.0}
 repeats: 3
 filter_list: [{name: all, filter: [{function: custom, filter_fn: !function data.keep}]}]
@@ -66,9 +68,10 @@ def judge(doc, results):
 }
 
 
-def sums_suite(folder: Path, questions: int = 4) -> Suite:
+def sums_suite(folder: Path, questions: int = 4, examples: int = 0) -> Suite:
+    """`examples` before each question of the task that is answered freely, drawn from the others."""
     for name, text in _TASKS.items():
-        (folder / name).write_text(text.replace("QUESTIONS", str(questions)))
+        (folder / name).write_text(text.replace("QUESTIONS", str(questions)).replace("SHOTS", str(examples)))
     return Suite("sums", (folder,), ("sums",))
 
 

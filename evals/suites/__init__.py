@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,20 @@ def find(name: str, include_path: Path | None = None) -> Suite:
     where = "" if include_path is None else f", or a task, group or tag in {include_path}"
     raise ConfigError("suite", value=name, limit="is no suite",
                       remedy=f"known: {known}; or the path to a folder of lm-eval task files{where}")
+
+
+def named(names: Sequence[str]) -> list[Suite]:
+    """Those of `evals.suites` but `held_out`, which is none.
+
+    Raises:
+        ConfigError: there is none such, or two would write the same files.
+    """
+    suites = [find(name) for name in names if name != "held_out"]
+    stems = [suite.stem for suite in suites]
+    if twice := [stem for stem in stems if stems.count(stem) > 1]:
+        raise ConfigError("evals.suites", value=list(names), limit=f"two suites would both write {twice[0]}.json",
+                          remedy="give one of the folders another name, or name it once")
+    return suites
 
 
 def listing(include_path: Path | None = None) -> list[Listed]:

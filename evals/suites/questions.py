@@ -73,8 +73,12 @@ def dataset(task: str, **_: object) -> dict[str, Any]:
 
 @functools.cache
 def questions(task: str) -> tuple[Question, ...]:
-    """All questions of a task of PARTS, distinct by text."""
-    return tuple(question for place, part in enumerate(PARTS[task]) for question in _made(task, place, part))
+    """All questions of a task of PARTS, distinct by text; its parts mixed, so that the first few are like them all."""
+    parts = [_made(task, place, part) for place, part in enumerate(PARTS[task])]
+    spread = sorted(
+        ((index + 0.5) / len(part), place, index) for place, part in enumerate(parts) for index in range(len(part))
+    )
+    return tuple(parts[place][index] for _, place, index in spread)
 
 
 def reserved(sections: Sequence[TaskSection]) -> frozenset[str]:

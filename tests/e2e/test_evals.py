@@ -10,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from suite_of_sums import sums_suite
 
-from engine.train.model import folder_digest, materialise
+from engine.train.model import materialise
+from engine.weights.digest import folder_digest
+from evals.compare import main_compare
 from evals.result import SuiteResult
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("default")]
@@ -59,7 +62,7 @@ def test_first_last_and_every_second_version_are_evaluated_as_published(run):
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     published = {event["number"]: event["digest"] for event in events if event["kind"] == "published"}
     assert {step: (result.version.number, result.version.digest) for step, result in results.items()} == {
-        0: (0, folder_digest(materialise("tiny-random"))), 2: (2, published[2]), 4: (4, published[4])}
+        0: (0, folder_digest(materialise("tiny-random"), torch.float32)), 2: (2, published[2]), 4: (4, published[4])}
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows[3]["eval/sums/sums_free"] == results[4].tasks["sums_free"].metrics["right"]
     assert sum("eval/sums/sums_choice" in row for row in rows) >= 1
@@ -68,28 +71,17 @@ def test_first_last_and_every_second_version_are_evaluated_as_published(run):
     assert len({results[step].tasks["sums_text"].metrics["byte_perplexity"] for step in results}) == 3
 
 
-def test_the_saved_checkpoint_answers_as_the_engine_did_during_training(run, suite, tmp_path):
-    """Float32, the same waves and as many threads: every answer and log-prob is the same."""
-    out = tmp_path / "again.json"
-    checkpoint = run / "checkpoints" / "step-000004"
-    _finish(_start("-m", "evals", "run", "--suite", str(suite), "--checkpoint", str(checkpoint), "--out", str(out),
-                   "schedule.placement=split"))
-    again, during = SuiteResult.read(out), _result(run, 4)
-    assert again.tasks == during.tasks
-    assert again.settings == during.settings
-    told = _finish(_start("-m", "evals", "compare", str(out), str(run / "evals/step-000004/sums.json")))
-    assert "no difference shown on 3" in told
-
-
-def test_a_kill_and_a_stop_lose_no_answer_and_a_repetition_says_the_same(suite, tmp_path):
-    command = ("-m", "evals", "run", "--suite", str(suite), "--checkpoint", "tiny-random", "generate.dtype=float32",
-               "generate.max_in_flight=8", "--out")
-    partial, kept = tmp_path / "one.partial.jsonl", [0]
+def test_the_saved_checkpoint_answers_as_in_training_whatever_interrupts_it(run, suite, tmp_path, capsys):
+    """Float32, the same waves and as many threads: every answer and log-prob is the same. No answer is lost by a kill
+    or by ^C, and none is asked for twice."""
+    out, partial, kept, output = tmp_path / "again.json", tmp_path / "again.partial.jsonl", [0], ""
+    command = ("-m", "evals", "run", "--suite", str(suite), "--checkpoint", str(run), "--out", str(out),
+               "schedule.placement=split")
     for number, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 1)):
-        stopped = _start(*command, str(tmp_path / "one.json"))
+        stopped = _start(*command)
         while not (partial.exists() and len(partial.read_bytes().splitlines()) > kept[-1]):
             assert stopped.poll() is None, stopped.communicate()[0]
-            time.sleep(0.02)
+            time.sleep(0.01)
         stopped.send_signal(number)
         output = stopped.communicate()[0]
         assert stopped.returncode == code, output
@@ -98,8 +90,10 @@ def test_a_kill_and_a_stop_lose_no_answer_and_a_repetition_says_the_same(suite, 
         kept.append(len(keys))
     assert "the same command goes on" in output
     assert 0 < kept[1] < kept[2] < 600
-    _finish(_start(*command, str(tmp_path / "one.json")))
-    _finish(_start(*command, str(tmp_path / "two.json")))
-    one, two = (SuiteResult.read(tmp_path / f"{name}.json") for name in ("one", "two"))
-    assert one.tasks == two.tasks
-    assert not partial.exists()
+    _finish(_start(*command))
+    again, during = SuiteResult.read(out), _result(run, 4)
+    assert (again.tasks, again.settings, again.version) == (during.tasks, during.settings, during.version)
+    main_compare(out, run / "evals/step-000004/sums.json")
+    told = capsys.readouterr().out
+    assert "the same weights" in told
+    assert "no difference shown on 3" in told

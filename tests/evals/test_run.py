@@ -21,9 +21,9 @@ from evals.run import Asked, evaluate_suite
 @pytest.fixture
 def ask(tmp_path, tiny_folder):
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
-    suite = sums_suite(tmp_path)
 
-    def asking(answer, *, digest="w", out="sums.json", **changes):
+    def asking(answer, *, digest="w", out="sums.json", examples=0, **changes):
+        suite = sums_suite(tmp_path, examples=examples)
         engine = Answering(tokenizer, answer)
         asked = Asked(model="tiny", version=Version(number=3, digest=digest), step=3, settings={"dtype": "float32"},
                       limit=0, temperature=1.0, max_length=64)
@@ -74,6 +74,15 @@ def token_ids(engine, text):
 def test_two_runs_agree_question_by_question(ask):
     (first, _), (second, _) = ask(right_twice), ask(right_twice, out="again.json")
     assert first.tasks == second.tasks
+
+
+def test_examples_before_a_question_are_the_same_each_time(ask):
+    prompts = []
+    for out in ("one.json", "two.json"):
+        _, engine = ask(lambda *_: "4", out=out, examples=2, max_length=200)
+        prompts.append([request.token_ids.tolist() for request in engine.requests])
+    assert prompts[0] == prompts[1]
+    assert min(map(len, prompts[0])) > 20
 
 
 def test_prompts_and_questions_have_digests(ask):
@@ -129,6 +138,8 @@ def test_a_cancellation_ends_the_wave_and_the_thread(tmp_path, tiny_folder):
     ended = []
 
     class Waiting:
+        served_version = 0
+
         async def wave(self, requests):
             started.set()
             try:

@@ -88,8 +88,8 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
-def engine(server: Server, model: str = "", *, limit_s: float = 30.0, at_once: int = 4) -> ServerEngine:
-    return ServerEngine(server.url, model, end_token_ids=(2, 7), limit_s=limit_s, at_once=at_once)
+def engine(server: Server, *, limit_s: float = 30.0, at_once: int = 4) -> ServerEngine:
+    return ServerEngine(server.url, end_token_ids=(2, 7), limit_s=limit_s, at_once=at_once)
 
 
 def request(*prompt: int, new_tokens: int = 3) -> SegmentRequest:
@@ -158,12 +158,10 @@ def test_a_digest_goes_by_name_and_path_and_not_by_when_it_was_asked(server: Ser
     assert len(set(digests[2:])) == 3
 
 
-def test_one_of_several_models_is_named(server: Server) -> None:
+def test_a_server_of_several_models_is_refused_with_their_names(server: Server) -> None:
     server.models = [TINY, TINY | {"id": "step-20"}]
-    assert engine(server, "step-20").model_name == "step-20"
-    for name in ("", "step-40"):
-        with pytest.raises(ConfigError, match=f"--model = '{name}'.* serves tiny, step-20"):
-            engine(server, name)
+    with pytest.raises(ConfigError, match=r"--base-url = .* serves tiny, step-20, not just one model"):
+        engine(server)
 
 
 def test_what_is_no_url_is_refused() -> None:

@@ -21,13 +21,13 @@ QUICKSTART = msgspec.convert(tomllib.loads((ROOT / "configs/quickstart.toml").re
 @pytest.mark.parametrize(
     ("task", "count", "digest"),
     [
-        ("arithmetic_easy", 64, "46d4787e10edb030"),
+        ("arithmetic_easy", 64, "25d2f27d21dc0eaf"),
         ("arithmetic_medium", 64, "51b18552c1c87ccf"),
         ("arithmetic_hard", 64, "f23c481d47df3598"),
-        ("reasoning_logic", 48, "904924a3f898e85f"),
-        ("reasoning_graphs", 48, "3515412cce8ef3f9"),
-        ("reasoning_algorithmic", 72, "d4b9c8d4e79393ce"),
-        ("reasoning_games", 48, "8a0da48ff9832562"),
+        ("reasoning_logic", 48, "08409171ede38da6"),
+        ("reasoning_graphs", 48, "59ad092a47a928d7"),
+        ("reasoning_algorithmic", 72, "e74233411d711630"),
+        ("reasoning_games", 48, "e1ef60f972d36e55"),
         ("reasoning_gsm_symbolic", 24, "e8be4e8eeb514112"),
     ],
 )
@@ -72,7 +72,7 @@ def test_syllogisms_follow_from_sets() -> None:
     sorts = list(itertools.product((False, True), repeat=3))
     worlds = [[s for s, there in zip(sorts, chosen, strict=True) if there]
               for chosen in itertools.product((False, True), repeat=8)]
-    for question in questions("reasoning_logic")[24:]:
+    for question in questions("reasoning_logic")[1::2]:
         lines = question.messages[0].content.replace("?", "").splitlines()
         said = [line.split(". ")[-1].split() for line in (lines[1], lines[2], lines[5])]
         kinds = list(dict.fromkeys(word for words in said for word in (words[1], words[3])))
@@ -89,7 +89,7 @@ def test_syllogisms_follow_from_sets() -> None:
 
 def test_little_sudokus_have_one_solution() -> None:
     lines = list(itertools.permutations("1234"))
-    for question in questions("reasoning_games")[24:]:
+    for question in questions("reasoning_games")[1::2]:
         rows = [line.split() for line in question.messages[0].content.splitlines() if line[:1] in "1234_" and line]
         fitting = [[line for line in lines if all(a in (b, "_") for a, b in zip(row, line, strict=True))]
                    for row in rows]
