@@ -136,6 +136,13 @@ def test_a_synchronous_run_needs_room_for_a_whole_step(base: Path) -> None:
     load(base, ["schedule.max_staleness=0", "generate.max_in_flight=64"])
 
 
+def test_held_out_questions_are_sampled_and_other_suites_need_not_be(base: Path) -> None:
+    greedy = ["tasks.0.held_out=4", "evals.every=5", "evals.temperature=0"]
+    with pytest.raises(ConfigError, match=r"(?s)evals.temperature = 0.0: .*8 times.*above 0"):
+        load(base, greedy)
+    assert load(base, [*greedy, 'evals.suites=["arithmetic"]']).evals.temperature == 0
+
+
 @pytest.mark.parametrize(("max_staleness", "most"), [(0, 1), (1, 2), (2, 2), (3, 3), (8, 8)])
 def test_a_slice_has_at_most_the_groups_of_all_slots(base: Path, max_staleness: int, most: int) -> None:
     """S + 1 steps; the bound M is S up to 1, S + 1 above."""

@@ -36,7 +36,7 @@ def _sums(count: int, digits: tuple[int, int], terms: tuple[int, int], operators
 
 # By task. A part's place in its task is part of its seed: add at the end.
 PARTS: dict[str, tuple[Part, ...]] = {
-    # Few of one digit: there are 121 of these, and what is asked here is not trained on.
+    # Few with terms up to 10: there are 121 of these, and what is asked here is not trained on.
     "arithmetic_easy": (_sums(16, (1, 1), (2, 2), "+"), _sums(48, (2, 2), (2, 2), "+")),
     "arithmetic_medium": (_sums(64, (1, 2), (3, 3), "+-"),),
     "arithmetic_hard": (_sums(64, (2, 3), (3, 4), "+-*"),),

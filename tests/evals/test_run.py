@@ -6,13 +6,16 @@ import asyncio
 import math
 
 import msgspec
+import numpy as np
 import pytest
 from suite_of_sums import Answering, sums_suite
 from transformers import AutoTokenizer
 
 from engine import clock
+from engine.errors import GenerationError
+from engine.generate.fake import FakeGenerator
 from engine.observe.terminal import SilentTerminal
-from engine.types import Version
+from engine.types import SegmentRequest, Version
 from evals.model import OnLoop
 from evals.result import SuiteResult
 from evals.run import Asked, evaluate_suite
@@ -162,3 +165,19 @@ def test_a_cancellation_ends_the_wave_and_the_thread(tmp_path, tiny_folder):
     clock.run(run())
     assert ended == [12]
     assert not (tmp_path / "sums.json").exists()
+
+
+def test_tokens_of_another_version_are_no_answer_of_this_one():
+    """By the label of every span, whoever moved the engine on."""
+    generator = FakeGenerator(version=3)
+    request = SegmentRequest(request_id="one", token_ids=np.asarray([1], np.int32), max_new_tokens=4, temperature=1.0,
+                             seed=0)
+
+    async def run():
+        engine = OnLoop(generator, asyncio.get_running_loop(), 60.0)
+        assert len(await asyncio.to_thread(engine.generate, [request])) == 1
+        generator.set_version(4)
+        with pytest.raises(GenerationError, match=r"version 3 got tokens of \[4\]"):
+            await asyncio.to_thread(engine.generate, [request])
+
+    clock.run(run())

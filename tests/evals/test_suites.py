@@ -18,7 +18,7 @@ from evals.answers import AnswerFile
 from evals.model import EngineLM
 from evals.result import TaskResult
 from evals.run import run_suite
-from evals.suites import Suite, find, listing
+from evals.suites import Suite, find, listing, named
 from evals.suites.questions import PARTS, questions
 
 CAPITALS = """
@@ -295,3 +295,10 @@ def test_the_list_of_what_ships_imports_nothing_heavy() -> None:
 def test_tables_and_files_name_the_same_tasks() -> None:
     files = {task for name in ("arithmetic", "reasoning") for task in find(name).load()}
     assert files == PARTS.keys()
+
+
+def test_two_suites_that_would_write_one_file_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "arithmetic").mkdir()
+    assert [suite.name for suite in named(["held_out", "arithmetic", "safety-net"])] == ["arithmetic", "safety-net"]
+    with pytest.raises(ConfigError, match=r"both write arithmetic\.json"):
+        named(["arithmetic", str(tmp_path / "arithmetic")])
